@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""What happens between a prompt and its answer inside a large language model: Qwen3 in one file, on MLX.
+
+    text -> token ids -> embedding -> N x (RMSNorm, attention, RMSNorm, SwiGLU) -> head -> sampling -> token id -> text
+                             ^ each new token goes round again; what it needs of the past waits in the KV cache
+
+Axis letters, in every signature: L tokens fed now, S tokens so far (earlier ones and these), D hidden size,
+F feed-forward size, V vocabulary, H query heads, K key/value heads, d head_dim. One sequence at a time: no batch axis.
+Sources: Qwen3 (arXiv 2505.09388), RMSNorm (1910.07467), RoPE (2104.09864), grouped-query attention (2305.13245),
+SwiGLU (2002.05202), top-p (1904.09751). Importing loads nothing; functions are pure but for the cache, written in place.
+"""
+import argparse, contextlib, functools, itertools, json, os, re, signal, sys, time
+from pathlib import Path
+try:
+    import mlx.core as mx
+    from tokenizers import Tokenizer, decoders
+except ImportError as error:
+    needs = "macOS 14 and an arm64 Python" if sys.platform == "darwin" else "a backend here, mlx[cpu] or mlx[cuda13]"
+    sys.exit(f"llm_inference.py: {error}. Run pip install -r requirements.txt; mlx needs {needs}.")
+
+HERE, CHUNK = Path(__file__).resolve().parent, 512  # CHUNK: prompt tokens a pass; a prefill's memory grows with it
+
+# ---- 1. Checkpoint: a folder goes in; a flat dict of arrays under their published names, config and tokenizer come out.
+
+def load(folder, dtype=None):
+    """A model folder -> weights {name: array}, config (the file's own dict, nested parts flattened), tokenizer.
+
+    `dtype`, such as mx.float32, converts the floating-point tensors. ValueError says what cannot be run, and why.
+    """
+    def read(name, parse=lambda path: json.loads(Path(path).read_bytes())):
+        path = Path(folder, name)
+        if not path.is_file(): raise ValueError(f"{path} is missing: a model is config.json, tokenizer.json, model.safetensors")
+        if b"git-lfs" in path.open("rb").read(40): raise ValueError(f"{path} is a Git LFS pointer: git lfs pull gets the file")
+        try: return parse(str(path))
+        except Exception as error: raise ValueError(f"{path} is incomplete or damaged, download it again ({error})")
+
+    config = {"tie_word_embeddings": False} | read("config.json")
+    for part in "rope_scaling", "rope_parameters", "quantization", "quantization_config": config = (config.get(part) or {}) | config
+    runs = {"model_type": "qwen3", "rope_type": "default", "type": "default", "quant_method": None, "mode": "affine",
+            "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+    sizes = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads",
+             "num_key_value_heads", "max_position_embeddings", "rope_theta", "rms_norm_eps"]
+    odd = [f"{key} is {config[key]!r}, not {need!r}" for key, need in runs.items() if config.get(key) not in (None, need)]
+    odd += [f"{key} is not a number" for key in sizes if not isinstance(config.get(key), (int, float))]
+    if odd: raise ValueError(f"{folder}/config.json: {'; '.join(odd[:3])} (this file runs dense Qwen3)")
+    N, D, F, V, H, K = (config[key] for key in sizes[:6])
+    d = config["head_dim"] = config.get("head_dim") or D // H  # 0.6B: 16 heads of 128 make 2048, twice its hidden size
+    config["plain"] = mx.default_device().type == mx.cpu  # spelled-out math on a CPU, fused kernels on a GPU
+
+    block = {"self_attn.q_proj": (H * d, D), "self_attn.k_proj": (K * d, D), "self_attn.v_proj": (K * d, D),
+             "self_attn.o_proj": (D, H * d), "self_attn.q_norm": (d,), "self_attn.k_norm": (d,), "input_layernorm": (D,),
+             "post_attention_layernorm": (D,), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+    shapes = {f"model.layers.{layer}.{name}": shape for layer in range(N) for name, shape in block.items()}
+    shapes |= {"model.embed_tokens": (V, D), "model.norm": (D,)} | ({} if config["tie_word_embeddings"] else {"lm_head": (V, D)})
+    index = "model.safetensors.index.json"
+    files = set(read(index)["weight_map"].values()) if Path(folder, index).exists() else ["model.safetensors"]
+    weights = {name: array for file in files for name, array in read(file, mx.load).items()
+               if "lm_head" in shapes or not name.startswith("lm_head.")}  # tied, yet the 0.6B file stores the head too
+    found = {name: rows(weights, name, shape[-1]) for name, shape in shapes.items() if f"{name}.weight" in weights}
+    found = {name: a.shape if mx.issubdtype(a.dtype, mx.floating) else a.dtype for name, a in found.items()}  # FP8: uint8
+    odd = [f"{name} is {found.get(name, 'missing')}, not {need}" for name, need in shapes.items() if found.get(name) != need]
+    odd += [f"{name} is unknown" for name in weights if re.sub(r"\.(weight|scales|biases)$", "", name) not in shapes]
+    if odd: raise ValueError(f"{folder}: {len(odd)} tensors do not fit config.json: {'; '.join(odd[:3])}")
+    dtype = dtype or weights["model.norm.weight"].dtype  # one type for all, or results turn float32 by promotion
+    weights = {name: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for name, a in weights.items()}
+    mx.eval(weights)
+
+    tokenizer = read("tokenizer.json", Tokenizer.from_file)
+    files = [read(f"{name}.json") for name in ("config", "generation_config", "tokenizer_config") if Path(folder, f"{name}.json").exists()]
+    stop = {tokenizer.token_to_id(str(file.get("eos_token"))) for file in files}  # they disagree: stop on all they name
+    for ids in [file.get("eos_token_id") for file in files]: stop |= set(ids if isinstance(ids, list) else [ids])
+    return weights, config | {"eos_token_id": sorted(stop - {None})}, tokenizer
+
+# ---- 2. Embedding and matrix products: token ids go in; each becomes a row of D numbers, the residual stream.
+
+def rows(weights, name, width, index=slice(None)):  # -> (..., width)
+    """Rows of a stored matrix. A quantized one packs its numbers into uint32, with a scale and a bias per group."""
+    packed = weights[f"{name}.weight"][index]
+    if f"{name}.scales" not in weights: return packed
+    scales, biases = weights[f"{name}.scales"][index], weights[f"{name}.biases"][index]
+    return mx.dequantize(packed, scales, biases, width // scales.shape[-1], packed.shape[-1] * 32 // width)
+
+def linear(x, weights, name):  # (L, in) -> (L, out)
+    """y = x W^T, with W (out, in) as stored: nearly all weights are here, and nearly all the time goes here."""
+    W, scales, width = weights[f"{name}.weight"], weights.get(f"{name}.scales"), x.shape[-1]
+    if scales is None: return (W @ x.T).T if len(x) == 1 else x @ W.T
+    group_size, bits = width // scales.shape[-1], W.shape[-1] * 32 // width  # read off the shapes, so bits may be mixed
+    return mx.quantized_matmul(x, W, scales, weights[f"{name}.biases"], group_size=group_size, bits=bits)
+
+# ---- 3. RMSNorm: vectors go in; the same directions, brought to a common length and weighted by channel, come out.
+
+def rms_norm(x, weight, eps, plain=False):  # (..., D) -> (..., D)
+    """x / sqrt(mean(x^2) + eps) * weight. Unlike LayerNorm it subtracts no mean and adds no bias."""
+    if not plain: return mx.fast.rms_norm(x, weight, eps)  # the lines below as one kernel
+    x32 = x.astype(mx.float32)
+    return weight * (x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+# ---- 4. RoPE: queries or keys go in; turned according to their position, so that q . k knows the distance, they come out.
+
+def apply_rope(x, offset, theta, plain=False):  # (..., L, d) -> (..., L, d)
+    """Row i, at position offset + i, has each pair (x[j], x[j + d/2]) turned by (offset + i) * theta^(-2j/d) radians."""
+    L, d = x.shape[-2:]
+    if not plain: return mx.fast.rope(x[None], d, traditional=False, base=theta, scale=1.0, offset=offset)[0]
+    positions = mx.arange(offset, offset + L, dtype=mx.float32)  # bfloat16 would round 257 to 256
+    angles = positions[:, None] * theta ** (mx.arange(0, d, 2, dtype=mx.float32) / -d)  # (L, d/2)
+    cos, sin = mx.cos(angles).astype(x.dtype), mx.sin(angles).astype(x.dtype)
+    a, b = x[..., :d // 2], x[..., d // 2:]  # halves, not neighbours: so the checkpoint's rows are ordered
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+# ---- 5. Attention: each token's vector goes in; what it gathers from itself and the tokens before it comes out.
+
+def attend(q, k, v, plain=False):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
+    """softmax(q k^T / sqrt(d) + causal mask) v, where each key/value head serves a group of H/K query heads."""
+    (H, L, d), (K, S, _), scale = q.shape, k.shape, q.shape[-1] ** -0.5
+    mask = "causal" if L > 1 else None  # MLX lines it up with the last key, so that later chunks see the earlier ones
+    if not plain: return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, mask=mask)[0]
+    grouped = q.reshape(K, H // K * L, d)  # a group's queries stacked: keys and values need no copies
+    scores = (grouped * scale @ k.swapaxes(1, 2)).reshape(K, H // K, L, S)
+    visible = mx.arange(S) <= mx.arange(S - L, S)[:, None]  # (L, S): row i is the token at position S - L + i
+    p = mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1, precise=True)
+    return (p.reshape(K, H // K * L, S) @ v).reshape(H, L, d)
+
+def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
+    """Project to heads, normalize q and k head by head, turn them, store k and v, attend, project back."""
+    name, d, L = f"model.layers.{layer}.self_attn", config["head_dim"], len(x)
+    eps, theta, plain = config["rms_norm_eps"], config["rope_theta"], config["plain"]
+    q, k, v = (linear(x, weights, f"{name}.{part}_proj").reshape(L, -1, d).swapaxes(0, 1) for part in "qkv")
+    q = apply_rope(rms_norm(q, weights[f"{name}.q_norm.weight"], eps, plain), offset, theta, plain)  # (H, L, d)
+    k = apply_rope(rms_norm(k, weights[f"{name}.k_norm.weight"], eps, plain), offset, theta, plain)  # (K, L, d)
+    keys, values = cache[layer]
+    keys[:, offset:offset + L], values[:, offset:offset + L] = k, v  # in place: the past is never copied
+    out = attend(q, keys[:, :offset + L], values[:, :offset + L], plain)
+    return linear(out.swapaxes(0, 1).reshape(L, -1), weights, f"{name}.o_proj")
+
+# ---- 6. SwiGLU: each token's vector goes in; what this layer knows to add to it comes out, token by token.
+
+def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D)
+    """down(silu(gate(x)) * up(x)), with silu(z) = z * sigmoid(z)."""
+    name = f"model.layers.{layer}.mlp"
+    gate, up = linear(x, weights, f"{name}.gate_proj"), linear(x, weights, f"{name}.up_proj")
+    return linear(gate * mx.sigmoid(gate) * up, weights, f"{name}.down_proj")
+
+# ---- 7. Transformer block: the residual stream goes in; with two contributions added to it, it comes out.
+
+def transformer_block(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
+    """x += attention(rms_norm(x)), then x += ffn(rms_norm(x))."""
+    name, eps, plain = f"model.layers.{layer}", config["rms_norm_eps"], config["plain"]
+    normed = rms_norm(x, weights[f"{name}.input_layernorm.weight"], eps, plain)
+    x = x + attention(normed, weights, config, layer, cache, offset)
+    return x + ffn(rms_norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps, plain), weights, layer)
+
+# ---- 8. The whole model: token ids go in; a score (logit) for every possible next token comes out.
+
+def make_cache(weights, config, size):
+    """One (keys, values) pair per layer, each (K, size, d) in the weights' type: room for `size` tokens."""
+    shape, dtype = (config["num_key_value_heads"], size, config["head_dim"]), weights["model.norm.weight"].dtype
+    return [(mx.zeros(shape, dtype), mx.zeros(shape, dtype)) for _ in range(config["num_hidden_layers"])]
+
+def forward(token_ids, weights, config, cache, offset):  # (L,) -> (V,)
+    """Logits for the token after the last one; the first of token_ids stands at position `offset`."""
+    x = rows(weights, "model.embed_tokens", config["hidden_size"], mx.array(token_ids))
+    for layer in range(config["num_hidden_layers"]):
+        x = transformer_block(x, weights, config, layer, cache, offset)
+    x = rms_norm(x[-1:], weights["model.norm.weight"], config["rms_norm_eps"], config["plain"])
+    return linear(x, weights, "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head")[0]  # the head
+
+# ---- 9. Sampling: logits go in; one token id comes out.
+
+def sample(logits, temperature=0.0, top_p=1.0, top_k=0):  # (V,) -> ()
+    """The best token at temperature 0, else a draw from softmax(logits / temperature) among the top_k likeliest tokens
+    and, of these, the fewest whose probabilities reach top_p. top_k 0 and top_p 1 filter nothing.
+    """
+    if temperature < 1e-5: return mx.argmax(logits)
+    logits = logits.astype(mx.float32) / temperature  # in bfloat16 the probabilities would add up to 0.91
+    ids = mx.argpartition(-logits, top_k - 1)[:top_k] if 0 < top_k < len(logits) else mx.arange(len(logits))
+    if top_p >= 1: return ids[mx.random.categorical(logits[ids])]
+    ids = ids[mx.argsort(-logits[ids])]  # likeliest first
+    before = mx.cumsum(mx.softmax(logits[ids]), inclusive=False)  # what all likelier ones have: 0 for the best
+    return ids[mx.random.categorical(mx.where(before < max(top_p, 1e-9), logits[ids], -mx.inf))]
+
+# ---- 10. Generation: prompt ids go in; the ids of the answer come out, one by one.
+
+def generate(prompt_ids, weights, config, stop, max_tokens=100, temperature=0.0, top_p=1.0, top_k=0, cache=None, offset=0):
+    """Yield ids until one is in `stop` (it is not yielded), or max_tokens or the context's end is reached.
+
+    A given cache holds `offset` earlier tokens. ValueError: ids outside the vocabulary, no room, logits not finite.
+    """
+    ids, end, limit = list(prompt_ids), offset + len(prompt_ids), config["max_position_embeddings"]
+    if end > limit: raise ValueError(f"the prompt ends at token {end}, past the model's context of {limit}: shorten it")
+    if not ids or min(ids) < 0 or max(ids) >= config["vocab_size"]: raise ValueError(f"a prompt needs ids from 0 to {config['vocab_size'] - 1}")
+    last = min(end + max_tokens - 1, limit)
+    cache = cache or make_cache(weights, config, last)
+    for start in range(0, len(ids), CHUNK):
+        logits = forward(ids[start:start + CHUNK], weights, config, cache, offset + start)
+        mx.eval(cache)  # nobody has asked for the logits yet, so the head has not run
+
+    def choose(logits):  # queue the choice; -1 tells of logits that argmax would turn into token 0 without a word
+        token = mx.where(mx.isfinite(logits).all(), sample(logits, temperature, top_p, top_k).astype(mx.int32), -1)
+        mx.async_eval(token)
+        return token
+
+    token = choose(logits)
+    for position in range(end, last + 1):
+        following = choose(forward(token[None], weights, config, cache, position)) if position < last else None
+        token_id, token = token.item(), following  # read when the next step is queued: the device never waits for Python
+        if token_id < 0: raise ValueError("the logits are not finite: the weights are damaged, or overflow in this dtype")
+        if token_id in stop: return
+        yield token_id
+
+# ---- 11. Command line: arguments go in; the answer streams to stdout, everything around it to stderr.
+
+note = functools.partial(print, file=sys.stderr, flush=True)
+
+def find_model(name):
+    """--model -> folder: as given, downloaded, or (no weights yet and offline) the bundled miniature."""
+    folder = Path(name or HERE / "Qwen3-0.6B").expanduser()
+    folder = folder.parent if folder.suffix == ".safetensors" else max(folder.glob("snapshots/*"), default=folder)
+    complete = Path(folder, "tokenizer.json").exists() and any(folder.glob("model*.safetensors"))
+    if complete or name and (folder.exists() or name.strip("/.~").count("/") != 1): return folder
+    try:
+        from huggingface_hub import snapshot_download
+        options = {"allow_patterns": ["*.json", "*.safetensors"], "local_dir": None if name else folder}
+        return Path(snapshot_download(name or "Qwen/Qwen3-0.6B", **options))
+    except Exception as error: reason = f"{type(error).__name__}, the next try resumes"
+    if name: raise ValueError(f"--model {name}: no such folder, and no such download ({reason})")
+    note(f"Qwen3-0.6B could not be downloaded ({reason}), and {folder} holds no weights: the bundled miniature answers.")
+    return HERE / "tests" / "Qwen3-mini"
+
+def stream(token_ids, tokenizer, answer):
+    """Print characters as soon as they are whole. `answer` collects the ids; what is left is printed in any case."""
+    decoder, printed = decoders.DecodeStream(skip_special_tokens=False), 0
+    try:
+        for token_id in token_ids:
+            answer.append(token_id)
+            printed += sys.stdout.write(decoder.step(tokenizer, token_id) or "")
+            sys.stdout.flush()
+    finally: print(tokenizer.decode(answer, skip_special_tokens=False)[printed:], flush=True)
+
+def explain(ids, weights, config, tokenizer):
+    """The tokens; the likeliest next one if the model had only so many layers (the logit lens), at the end five of them."""
+    print("  token id  text", *(f"{token_id:>10}  {tokenizer.decode([token_id])!r}" for token_id in ids), sep="\n")
+    for layers in range(1, config["num_hidden_layers"] + 1):
+        logits = forward(ids, weights, config | {"num_hidden_layers": layers}, make_cache(weights, config, len(ids)), 0)
+        p = mx.softmax(logits.astype(mx.float32))
+        for best in mx.argsort(-p)[:1 if layers < config["num_hidden_layers"] else 5].tolist():
+            print(f"{layers:>3} layers {p[best].item():>6.1%} {'#' * round(30 * p[best].item()):<30} {tokenizer.decode([best])!r}")
+    size = sum(array.nbytes for pair in make_cache(weights, config, 1) for array in pair)
+    print(f"KV cache: {size:,} bytes a token, {size * len(ids):,} for these {len(ids)}")
+
+def main():
+    """Continue a prompt with Qwen3, or chat with it. The answer goes to stdout, everything else to stderr.
+
+    prompt            the text to continue (default: The capital of France is); - reads it from stdin
+    """
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # the page above is the help, and an error is one line
+    parser.format_help, add = lambda: main.__doc__.replace("\n    ", "\n"), parser.add_argument
+    add("prompt", nargs="?"), add("--model"), add("--dtype", choices=["float32", "float16", "bfloat16"])
+    for flag in "--chat", "--think", "--explain", "--plain": add(flag, action="store_true")
+    numbers = {  # type, lowest, highest, usual value for a prompt, with --chat, with --think
+        "temperature": (float, 0, 100, 0.0, 0.7, 0.6), "top_p": (float, 0, 1, 1.0, 0.8, 0.95), "top_k": (int, 0, 10**9, 0, 20, 20),
+        "max_tokens": (int, 1, 10**9, 100, 2000, 4000), "seed": (int, 0, 2**64 - 1, *[time.time_ns()] * 3)}
+    for key, (kind, *_) in numbers.items(): add("--" + key.replace("_", "-"), type=kind)
+    args = parser.parse_args()
+    args.chat |= args.think
+    for key, (_, low, high, *usual) in numbers.items():
+        value = numbers[key] = usual[args.chat + args.think] if getattr(args, key) is None else getattr(args, key)
+        if not low <= value <= high: parser.error(f"--{key.replace('_', '-')} goes from {low} to {high}, not {value}")
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if prompt is None and not args.chat: prompt = "The capital of France is"
+    if prompt is not None and not prompt.strip(): parser.error("the prompt is empty")
+
+    folder = find_model(args.model)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough ends us without a word
+    weights, config, tokenizer = load(folder, args.dtype and getattr(mx, args.dtype))
+    config["plain"] |= args.plain
+    mx.random.seed(numbers.pop("seed"))
+    note(f"Model: {folder.name} ({config['num_hidden_layers']} layers, {config['hidden_size']} dim, "
+         f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads)")
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    opening, closing = encode("<|im_start|>"), encode("<|im_end|>\n")
+    reply = encode("<|im_start|>assistant\n" + ("" if args.think else "<think>\n\n</think>\n\n"))
+    tokenizer.add_special_tokens([token.content for token in tokenizer.get_added_tokens_decoder().values()])
+    tokenizer.encode_special_tokens = args.chat  # what is typed in a chat stays text, <|im_end|> too
+    dialogue, fed, cache = [], [], None
+    for message in [prompt] if prompt else filter(str.strip, iter(lambda: input("> " if sys.stdout.isatty() else ""), None)):
+        dialogue += opening + encode("user\n" + message) + closing
+        ids = dialogue + reply if args.chat else encode(message)
+        room = len(ids) + numbers["max_tokens"]
+        if not cache or room > cache[0][0].shape[1]: cache, fed = make_cache(weights, config, room if prompt else 2 * room), []
+        offset = len(os.path.commonprefix([fed, ids[:-1]]))  # what the cache holds of this already
+        if args.explain: explain(ids, weights, config, tokenizer)
+        if prompt: note(f"Prompt: {prompt}\n{'-' * 60}\nOutput: ", end="")
+        if not args.chat: print(message, end="", flush=True)
+        answer, start = [], time.perf_counter()
+        with contextlib.nullcontext() if prompt else contextlib.suppress(KeyboardInterrupt):
+            tokens = generate(ids[offset:], weights, config, config["eos_token_id"], cache=cache, offset=offset, **numbers)
+            first, prefill = list(itertools.islice(tokens, 1)), time.perf_counter() - start
+            stream(itertools.chain(first, tokens), tokenizer, answer)
+        if len(answer) == numbers["max_tokens"]: note(f"(cut at --max-tokens {len(answer)})")
+        decode, count = time.perf_counter() - start - prefill, len(answer) - 1
+        if prompt: note(f"Time: {decode + prefill:.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, decode {count} tokens at "
+                        f"{count / decode:.0f} tokens/s, peak memory {mx.get_peak_memory() / 1e9:.2g} GB)")
+        text = tokenizer.decode(answer, skip_special_tokens=False).split("</think>")[-1].lstrip("\n")
+        fed, dialogue = ids + answer[:-1], dialogue + opening + encode("assistant\n" + text) + closing
+
+if __name__ == "__main__":
+    try: status = main()
+    except (EOFError, KeyboardInterrupt) as end: status = 130 if isinstance(end, KeyboardInterrupt) else 0
+    except Exception as error: status = note("llm_inference.py:", " ".join(str(error).split())) or 1
+    os._exit(status or 0)  # at once: a failed flush of a full disk's stdout must not complain twice
