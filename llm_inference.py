@@ -7,16 +7,14 @@
 Axis letters, in every signature: L tokens fed now, S tokens so far (earlier ones and these), D hidden size,
 F feed-forward size, V vocabulary, H query heads, K key/value heads, d head_dim. One sequence at a time: no batch axis.
 Sources: Qwen3 (arXiv 2505.09388), RMSNorm (1910.07467), RoPE (2104.09864), grouped-query attention (2305.13245),
-SwiGLU (2002.05202), top-p (1904.09751). Importing loads nothing; functions are pure but for the cache, written in place.
+SwiGLU (2002.05202), top-p (1904.09751). Importing loads nothing; functions are pure but for the cache, filled in place.
 """
-import argparse, contextlib, functools, itertools, json, os, re, signal, sys, time
+import argparse, contextlib, functools, itertools, json, os, re, runpy, sys, time
 from pathlib import Path
 try:
-    import mlx.core as mx
-    from tokenizers import Tokenizer, decoders
+    import mlx.core as mx, tokenizers
 except ImportError as error:
-    needs = "macOS 14 and an arm64 Python" if sys.platform == "darwin" else "a backend here, mlx[cpu] or mlx[cuda13]"
-    sys.exit(f"llm_inference.py: {error}. Run pip install -r requirements.txt; mlx needs {needs}.")
+    sys.exit(f"llm_inference.py: {error}; pip install -r requirements.txt helps (on a Mac: macOS 14 and an arm64 Python)")
 
 HERE, CHUNK = Path(__file__).resolve().parent, 512  # CHUNK: prompt tokens a pass; a prefill's memory grows with it
 
@@ -29,12 +27,12 @@ def load(folder, dtype=None):
     """
     def read(name, parse=lambda path: json.loads(Path(path).read_bytes())):
         path = Path(folder, name)
-        if not path.is_file(): raise ValueError(f"{path} is missing: a model is config.json, tokenizer.json, model.safetensors")
-        if b"git-lfs" in path.open("rb").read(40): raise ValueError(f"{path} is a Git LFS pointer: git lfs pull gets the file")
+        if not path.is_file(): raise ValueError(f"{path} is missing; a model is config.json, tokenizer.json, model.safetensors (no GGUF)")
+        if b"git-lfs" in path.open("rb").read(40): raise ValueError(f"{path} is a Git LFS pointer; git lfs pull gets the file")
         try: return parse(str(path))
         except Exception as error: raise ValueError(f"{path} is incomplete or damaged, download it again ({error})")
 
-    config = {"tie_word_embeddings": False} | read("config.json")
+    config = {"tie_word_embeddings": False, "plain": mx.default_device().type == mx.cpu} | read("config.json")
     for part in "rope_scaling", "rope_parameters", "quantization", "quantization_config": config = (config.get(part) or {}) | config
     runs = {"model_type": "qwen3", "rope_type": "default", "type": "default", "quant_method": None, "mode": "affine",
             "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
@@ -45,7 +43,6 @@ def load(folder, dtype=None):
     if odd: raise ValueError(f"{folder}/config.json: {'; '.join(odd[:3])} (this file runs dense Qwen3)")
     N, D, F, V, H, K = (config[key] for key in sizes[:6])
     d = config["head_dim"] = config.get("head_dim") or D // H  # 0.6B: 16 heads of 128 make 2048, twice its hidden size
-    config["plain"] = mx.default_device().type == mx.cpu  # spelled-out math on a CPU, fused kernels on a GPU
 
     block = {"self_attn.q_proj": (H * d, D), "self_attn.k_proj": (K * d, D), "self_attn.v_proj": (K * d, D),
              "self_attn.o_proj": (D, H * d), "self_attn.q_norm": (d,), "self_attn.k_norm": (d,), "input_layernorm": (D,),
@@ -53,7 +50,7 @@ def load(folder, dtype=None):
     shapes = {f"model.layers.{layer}.{name}": shape for layer in range(N) for name, shape in block.items()}
     shapes |= {"model.embed_tokens": (V, D), "model.norm": (D,)} | ({} if config["tie_word_embeddings"] else {"lm_head": (V, D)})
     index = "model.safetensors.index.json"
-    files = set(read(index)["weight_map"].values()) if Path(folder, index).exists() else ["model.safetensors"]
+    files = set(read(index)["weight_map"].values()) if Path(folder, index).exists() else {"model.safetensors"}
     weights = {name: array for file in files for name, array in read(file, mx.load).items()
                if "lm_head" in shapes or not name.startswith("lm_head.")}  # tied, yet the 0.6B file stores the head too
     found = {name: rows(weights, name, shape[-1]) for name, shape in shapes.items() if f"{name}.weight" in weights}
@@ -65,27 +62,26 @@ def load(folder, dtype=None):
     weights = {name: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for name, a in weights.items()}
     mx.eval(weights)
 
-    tokenizer = read("tokenizer.json", Tokenizer.from_file)
-    files = [read(f"{name}.json") for name in ("config", "generation_config", "tokenizer_config") if Path(folder, f"{name}.json").exists()]
-    stop = {tokenizer.token_to_id(str(file.get("eos_token"))) for file in files}  # they disagree: stop on all they name
-    for ids in [file.get("eos_token_id") for file in files]: stop |= set(ids if isinstance(ids, list) else [ids])
-    return weights, config | {"eos_token_id": sorted(stop - {None})}, tokenizer
+    tokenizer = read("tokenizer.json", tokenizers.Tokenizer.from_file)
+    ends = [read(file.name).get(key) for file in Path(folder).glob("*config.json") for key in ("eos_token_id", "eos_token")]
+    ends = {tokenizer.token_to_id(e) if isinstance(e, str) else e for end in ends for e in (end if isinstance(end, list) else [end])}
+    return weights, config | {"eos_token_id": sorted(ends - {None})}, tokenizer  # the files disagree: stop on all they name
 
 # ---- 2. Embedding and matrix products: token ids go in; each becomes a row of D numbers, the residual stream.
 
 def rows(weights, name, width, index=slice(None)):  # -> (..., width)
     """Rows of a stored matrix. A quantized one packs its numbers into uint32, with a scale and a bias per group."""
-    packed = weights[f"{name}.weight"][index]
-    if f"{name}.scales" not in weights: return packed
-    scales, biases = weights[f"{name}.scales"][index], weights[f"{name}.biases"][index]
+    if f"{name}.scales" not in weights: return weights[f"{name}.weight"][index]
+    packed, scales, biases = (weights[f"{name}.{part}"][index] for part in ("weight", "scales", "biases"))
     return mx.dequantize(packed, scales, biases, width // scales.shape[-1], packed.shape[-1] * 32 // width)
 
 def linear(x, weights, name):  # (L, in) -> (L, out)
     """y = x W^T, with W (out, in) as stored: nearly all weights are here, and nearly all the time goes here."""
     W, scales, width = weights[f"{name}.weight"], weights.get(f"{name}.scales"), x.shape[-1]
-    if scales is None: return (W @ x.T).T if len(x) == 1 else x @ W.T
-    group_size, bits = width // scales.shape[-1], W.shape[-1] * 32 // width  # read off the shapes, so bits may be mixed
-    return mx.quantized_matmul(x, W, scales, weights[f"{name}.biases"], group_size=group_size, bits=bits)
+    if scales is None: return (W @ x.T).T if len(x) == 1 else x @ W.T  # for one row, a CPU reads W faster this way round
+    wide = mx.float32 if mx.default_device().type == mx.cpu else x.dtype  # there, 8 times as fast as in bfloat16
+    scales, biases, group = scales.astype(wide), weights[f"{name}.biases"].astype(wide), width // scales.shape[-1]
+    return mx.quantized_matmul(x.astype(wide), W, scales, biases, True, group, W.shape[-1] * 32 // width).astype(x.dtype)
 
 # ---- 3. RMSNorm: vectors go in; the same directions, brought to a common length and weighted by channel, come out.
 
@@ -112,8 +108,7 @@ def apply_rope(x, offset, theta, plain=False):  # (..., L, d) -> (..., L, d)
 def attend(q, k, v, plain=False):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
     """softmax(q k^T / sqrt(d) + causal mask) v, where each key/value head serves a group of H/K query heads."""
     (H, L, d), (K, S, _), scale = q.shape, k.shape, q.shape[-1] ** -0.5
-    mask = "causal" if L > 1 else None  # MLX lines it up with the last key, so that later chunks see the earlier ones
-    if not plain: return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, mask=mask)[0]
+    if not plain: return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, mask="causal")[0]
     grouped = q.reshape(K, H // K * L, d)  # a group's queries stacked: keys and values need no copies
     scores = (grouped * scale @ k.swapaxes(1, 2)).reshape(K, H // K, L, S)
     visible = mx.arange(S) <= mx.arange(S - L, S)[:, None]  # (L, S): row i is the token at position S - L + i
@@ -123,13 +118,12 @@ def attend(q, k, v, plain=False):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     """Project to heads, normalize q and k head by head, turn them, store k and v, attend, project back."""
     name, d, L = f"model.layers.{layer}.self_attn", config["head_dim"], len(x)
-    eps, theta, plain = config["rms_norm_eps"], config["rope_theta"], config["plain"]
+    eps, theta, plain = config["rms_norm_eps"], config["rope_theta"], config.get("plain")
     q, k, v = (linear(x, weights, f"{name}.{part}_proj").reshape(L, -1, d).swapaxes(0, 1) for part in "qkv")
     q = apply_rope(rms_norm(q, weights[f"{name}.q_norm.weight"], eps, plain), offset, theta, plain)  # (H, L, d)
     k = apply_rope(rms_norm(k, weights[f"{name}.k_norm.weight"], eps, plain), offset, theta, plain)  # (K, L, d)
-    keys, values = cache[layer]
-    keys[:, offset:offset + L], values[:, offset:offset + L] = k, v  # in place: the past is never copied
-    out = attend(q, keys[:, :offset + L], values[:, :offset + L], plain)
+    for stored, new in zip(cache[layer], (k, v)): stored[:, offset:offset + L] = new  # in place: the past is never copied
+    out = attend(q, *(stored[:, :offset + L] for stored in cache[layer]), plain)
     return linear(out.swapaxes(0, 1).reshape(L, -1), weights, f"{name}.o_proj")
 
 # ---- 6. SwiGLU: each token's vector goes in; what this layer knows to add to it comes out, token by token.
@@ -144,9 +138,8 @@ def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D)
 
 def transformer_block(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     """x += attention(rms_norm(x)), then x += ffn(rms_norm(x))."""
-    name, eps, plain = f"model.layers.{layer}", config["rms_norm_eps"], config["plain"]
-    normed = rms_norm(x, weights[f"{name}.input_layernorm.weight"], eps, plain)
-    x = x + attention(normed, weights, config, layer, cache, offset)
+    name, eps, plain = f"model.layers.{layer}", config["rms_norm_eps"], config.get("plain")
+    x = x + attention(rms_norm(x, weights[f"{name}.input_layernorm.weight"], eps, plain), weights, config, layer, cache, offset)
     return x + ffn(rms_norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps, plain), weights, layer)
 
 # ---- 8. The whole model: token ids go in; a score (logit) for every possible next token comes out.
@@ -159,9 +152,8 @@ def make_cache(weights, config, size):
 def forward(token_ids, weights, config, cache, offset):  # (L,) -> (V,)
     """Logits for the token after the last one; the first of token_ids stands at position `offset`."""
     x = rows(weights, "model.embed_tokens", config["hidden_size"], mx.array(token_ids))
-    for layer in range(config["num_hidden_layers"]):
-        x = transformer_block(x, weights, config, layer, cache, offset)
-    x = rms_norm(x[-1:], weights["model.norm.weight"], config["rms_norm_eps"], config["plain"])
+    for layer in range(config["num_hidden_layers"]): x = transformer_block(x, weights, config, layer, cache, offset)
+    x = rms_norm(x[-1:], weights["model.norm.weight"], config["rms_norm_eps"], config.get("plain"))
     return linear(x, weights, "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head")[0]  # the head
 
 # ---- 9. Sampling: logits go in; one token id comes out.
@@ -186,23 +178,21 @@ def generate(prompt_ids, weights, config, stop, max_tokens=100, temperature=0.0,
     A given cache holds `offset` earlier tokens. ValueError: ids outside the vocabulary, no room, logits not finite.
     """
     ids, end, limit = list(prompt_ids), offset + len(prompt_ids), config["max_position_embeddings"]
-    if end > limit: raise ValueError(f"the prompt ends at token {end}, past the model's context of {limit}: shorten it")
-    if not ids or min(ids) < 0 or max(ids) >= config["vocab_size"]: raise ValueError(f"a prompt needs ids from 0 to {config['vocab_size'] - 1}")
+    if end > limit or not ids or not 0 <= min(ids) <= max(ids) < config["vocab_size"]:
+        raise ValueError(f"the prompt ends at token {end}; needed: 1 to {limit} tokens, ids below {config['vocab_size']}")
     last = min(end + max_tokens - 1, limit)
     cache = cache or make_cache(weights, config, last)
     for start in range(0, len(ids), CHUNK):
         logits = forward(ids[start:start + CHUNK], weights, config, cache, offset + start)
         mx.eval(cache)  # nobody has asked for the logits yet, so the head has not run
 
-    def choose(logits):  # queue the choice; -1 tells of logits that argmax would turn into token 0 without a word
-        token = mx.where(mx.isfinite(logits).all(), sample(logits, temperature, top_p, top_k).astype(mx.int32), -1)
-        mx.async_eval(token)
-        return token
-
-    token = choose(logits)
+    # A NaN would become token 0 without a word: -1 marks it, so that nobody has to wait for a check of the logits.
+    choose = lambda logits: mx.where(mx.isfinite(logits).all(), sample(logits, temperature, top_p, top_k).astype(mx.int32), -1)
+    mx.async_eval(following := choose(logits))
     for position in range(end, last + 1):
-        following = choose(forward(token[None], weights, config, cache, position)) if position < last else None
-        token_id, token = token.item(), following  # read when the next step is queued: the device never waits for Python
+        token = following
+        if position < last: mx.async_eval(following := choose(forward(token[None], weights, config, cache, position)))
+        token_id = token.item()  # read only now that the next step is queued: the device never waits for Python
         if token_id < 0: raise ValueError("the logits are not finite: the weights are damaged, or overflow in this dtype")
         if token_id in stop: return
         yield token_id
@@ -214,21 +204,20 @@ note = functools.partial(print, file=sys.stderr, flush=True)
 def find_model(name):
     """--model -> folder: as given, downloaded, or (no weights yet and offline) the bundled miniature."""
     folder = Path(name or HERE / "Qwen3-0.6B").expanduser()
-    folder = folder.parent if folder.suffix == ".safetensors" else max(folder.glob("snapshots/*"), default=folder)
-    complete = Path(folder, "tokenizer.json").exists() and any(folder.glob("model*.safetensors"))
-    if complete or name and (folder.exists() or name.strip("/.~").count("/") != 1): return folder
+    if folder.exists() if name else any(folder.glob("*.safetensors")): return folder
     try:
-        from huggingface_hub import snapshot_download
-        options = {"allow_patterns": ["*.json", "*.safetensors"], "local_dir": None if name else folder}
-        return Path(snapshot_download(name or "Qwen/Qwen3-0.6B", **options))
-    except Exception as error: reason = f"{type(error).__name__}, the next try resumes"
-    if name: raise ValueError(f"--model {name}: no such folder, and no such download ({reason})")
-    note(f"Qwen3-0.6B could not be downloaded ({reason}), and {folder} holds no weights: the bundled miniature answers.")
-    return HERE / "tests" / "Qwen3-mini"
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+        from huggingface_hub import snapshot_download  # comes with tokenizers; shows progress, resumes
+        got = snapshot_download(name or "Qwen/Qwen3-0.6B", local_dir=None if name else folder, allow_patterns="*.[js]*")
+        return next(Path(got).glob("*.safetensors")).parent  # offline, the hub returns a folder without weights
+    except Exception as error:
+        if name: raise ValueError(f"--model {name}: no such folder, and no such download now ({type(error).__name__})")
+        note(f"Qwen3-0.6B cannot be downloaded now; {folder}/README.md says how to get it by hand. The bundled miniature answers.")
+        return HERE / "tests" / "Qwen3-mini"
 
 def stream(token_ids, tokenizer, answer):
-    """Print characters as soon as they are whole. `answer` collects the ids; what is left is printed in any case."""
-    decoder, printed = decoders.DecodeStream(skip_special_tokens=False), 0
+    """Print characters as soon as they are whole. `answer` collects the ids; what is held back is printed in any case."""
+    decoder, printed = tokenizers.decoders.DecodeStream(skip_special_tokens=False), 0
     try:
         for token_id in token_ids:
             answer.append(token_id)
@@ -236,68 +225,66 @@ def stream(token_ids, tokenizer, answer):
             sys.stdout.flush()
     finally: print(tokenizer.decode(answer, skip_special_tokens=False)[printed:], flush=True)
 
-def explain(ids, weights, config, tokenizer):
-    """The tokens; the likeliest next one if the model had only so many layers (the logit lens), at the end five of them."""
-    print("  token id  text", *(f"{token_id:>10}  {tokenizer.decode([token_id])!r}" for token_id in ids), sep="\n")
-    for layers in range(1, config["num_hidden_layers"] + 1):
-        logits = forward(ids, weights, config | {"num_hidden_layers": layers}, make_cache(weights, config, len(ids)), 0)
-        p = mx.softmax(logits.astype(mx.float32))
-        for best in mx.argsort(-p)[:1 if layers < config["num_hidden_layers"] else 5].tolist():
-            print(f"{layers:>3} layers {p[best].item():>6.1%} {'#' * round(30 * p[best].item()):<30} {tokenizer.decode([best])!r}")
-    size = sum(array.nbytes for pair in make_cache(weights, config, 1) for array in pair)
-    print(f"KV cache: {size:,} bytes a token, {size * len(ids):,} for these {len(ids)}")
-
 def main():
     """Continue a prompt with Qwen3, or chat with it. The answer goes to stdout, everything else to stderr.
 
-    prompt            the text to continue (default: The capital of France is); - reads it from stdin
+      llm_inference.py ["The capital of France is"]    continue this text; - reads it from stdin
+      llm_inference.py --chat ["Who are you?"]         answer this message; without one, converse until Ctrl-D
+
+    --model M          a folder, or a name on the hub such as mlx-community/Qwen3-0.6B-4bit
+    --max-tokens N     stop after N tokens (100; 2000 with --chat, 4000 with --think)
+    --temperature T    0: the likeliest token, 1: as the model would draw (0; 0.7 with --chat, 0.6 with --think)
+    --top-k K          draw among the K likeliest tokens only, 0: all (0; 20 with --chat)
+    --top-p P          of these, among the fewest that reach probability P (1; 0.8 with --chat, 0.95 with --think)
+    --seed S           make the draws repeatable; without it, runs differ
+    --think            chat, and let the model think before it answers
+    --explain          first show the tokens, what each layer would say, the likeliest next tokens, the cache
+    --plain            run the spelled-out math even where a fused kernel would be quicker
+    --dtype D          float32, bfloat16 or float16, whatever the files hold
     """
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # the page above is the help, and an error is one line
     parser.format_help, add = lambda: main.__doc__.replace("\n    ", "\n"), parser.add_argument
-    add("prompt", nargs="?"), add("--model"), add("--dtype", choices=["float32", "float16", "bfloat16"])
+    add("prompt", nargs="?"), add("--model"), add("--dtype", choices=["float32", "bfloat16", "float16"])
     for flag in "--chat", "--think", "--explain", "--plain": add(flag, action="store_true")
-    numbers = {  # type, lowest, highest, usual value for a prompt, with --chat, with --think
-        "temperature": (float, 0, 100, 0.0, 0.7, 0.6), "top_p": (float, 0, 1, 1.0, 0.8, 0.95), "top_k": (int, 0, 10**9, 0, 20, 20),
-        "max_tokens": (int, 1, 10**9, 100, 2000, 4000), "seed": (int, 0, 2**64 - 1, *[time.time_ns()] * 3)}
-    for key, (kind, *_) in numbers.items(): add("--" + key.replace("_", "-"), type=kind)
+    numbers = {"temperature": (0, 100, 0.0, 0.7, 0.6), "top_p": (0, 1, 1.0, 0.8, 0.95), "top_k": (0, 10**9, 0, 20, 20), "seed":
+               (0, 2**63, *[time.time_ns()] * 3), "max_tokens": (1, 10**9, 100, 2000, 4000)}  # range; usual, --chat, --think
+    for key, (*_, usual) in numbers.items(): add("--" + key.replace("_", "-"), type=type(usual))
     args = parser.parse_args()
     args.chat |= args.think
-    for key, (_, low, high, *usual) in numbers.items():
+    for key, (low, high, *usual) in numbers.items():
         value = numbers[key] = usual[args.chat + args.think] if getattr(args, key) is None else getattr(args, key)
         if not low <= value <= high: parser.error(f"--{key.replace('_', '-')} goes from {low} to {high}, not {value}")
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    if prompt is None and not args.chat: prompt = "The capital of France is"
+    prompt = "The capital of France is" if args.prompt is None and not args.chat else args.prompt
+    if prompt == "-": prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip(): parser.error("the prompt is empty")
 
-    folder = find_model(args.model)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough ends us without a word
-    weights, config, tokenizer = load(folder, args.dtype and getattr(mx, args.dtype))
+    weights, config, tokenizer = load(folder := find_model(args.model), args.dtype and getattr(mx, args.dtype))
     config["plain"] |= args.plain
     mx.random.seed(numbers.pop("seed"))
+    sys.stdout.reconfigure(errors="replace")
     note(f"Model: {folder.name} ({config['num_hidden_layers']} layers, {config['hidden_size']} dim, "
          f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads)")
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-    opening, closing = encode("<|im_start|>"), encode("<|im_end|>\n")
-    reply = encode("<|im_start|>assistant\n" + ("" if args.think else "<think>\n\n</think>\n\n"))
+    opening, closing, reply, skip = map(encode, ["<|im_start|>", "<|im_end|>\n", "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"])
     tokenizer.add_special_tokens([token.content for token in tokenizer.get_added_tokens_decoder().values()])
     tokenizer.encode_special_tokens = args.chat  # what is typed in a chat stays text, <|im_end|> too
-    dialogue, fed, cache = [], [], None
+    dialogue, fed, cache, limit = [], [], make_cache(weights, config, 0), config["max_position_embeddings"]
     for message in [prompt] if prompt else filter(str.strip, iter(lambda: input("> " if sys.stdout.isatty() else ""), None)):
         dialogue += opening + encode("user\n" + message) + closing
-        ids = dialogue + reply if args.chat else encode(message)
-        room = len(ids) + numbers["max_tokens"]
-        if not cache or room > cache[0][0].shape[1]: cache, fed = make_cache(weights, config, room if prompt else 2 * room), []
+        ids = dialogue + reply + skip * (not args.think) if args.chat else encode(message)
+        room = len(ids) + min(numbers["max_tokens"], limit)
+        if room > cache[0][0].shape[1]: cache, fed = make_cache(weights, config, room + len(fed)), []  # more than needed
         offset = len(os.path.commonprefix([fed, ids[:-1]]))  # what the cache holds of this already
-        if args.explain: explain(ids, weights, config, tokenizer)
+        if args.explain: runpy.run_path(str(HERE / "tests/explain.py"))["explain"](ids, weights, config, tokenizer)
         if prompt: note(f"Prompt: {prompt}\n{'-' * 60}\nOutput: ", end="")
         if not args.chat: print(message, end="", flush=True)
-        answer, start = [], time.perf_counter()
+        answer, start, prefill = [], time.perf_counter(), 0
         with contextlib.nullcontext() if prompt else contextlib.suppress(KeyboardInterrupt):
             tokens = generate(ids[offset:], weights, config, config["eos_token_id"], cache=cache, offset=offset, **numbers)
             first, prefill = list(itertools.islice(tokens, 1)), time.perf_counter() - start
             stream(itertools.chain(first, tokens), tokenizer, answer)
-        if len(answer) == numbers["max_tokens"]: note(f"(cut at --max-tokens {len(answer)})")
-        decode, count = time.perf_counter() - start - prefill, len(answer) - 1
+        if len(answer) == min(numbers["max_tokens"], limit - len(ids) + 1): note("(cut: --max-tokens or the context is used up)")
+        decode, count = time.perf_counter() - start - prefill, max(len(answer) - 1, 0)
         if prompt: note(f"Time: {decode + prefill:.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, decode {count} tokens at "
                         f"{count / decode:.0f} tokens/s, peak memory {mx.get_peak_memory() / 1e9:.2g} GB)")
         text = tokenizer.decode(answer, skip_special_tokens=False).split("</think>")[-1].lstrip("\n")
@@ -305,6 +292,6 @@ def main():
 
 if __name__ == "__main__":
     try: status = main()
-    except (EOFError, KeyboardInterrupt) as end: status = 130 if isinstance(end, KeyboardInterrupt) else 0
+    except (EOFError, BrokenPipeError, KeyboardInterrupt) as end: status = 130 if isinstance(end, KeyboardInterrupt) else 0
     except Exception as error: status = note("llm_inference.py:", " ".join(str(error).split())) or 1
     os._exit(status or 0)  # at once: a failed flush of a full disk's stdout must not complain twice
