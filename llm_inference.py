@@ -25,9 +25,9 @@ def load(folder, dtype=None):
 
     `dtype`, such as mx.float32, converts the floating-point tensors. ValueError says what cannot be run, and why.
     """
-    def read(name, parse=lambda path: json.loads(Path(path).read_bytes())):
+    def read(name, parse=lambda path: dict(json.loads(Path(path).read_bytes()))):
         path = Path(folder, name)
-        if not path.is_file(): raise ValueError(f"{path} is missing; a model is config.json, tokenizer.json, model.safetensors (no GGUF)")
+        if not path.is_file(): raise ValueError(f"{path} is missing: a model is config.json, tokenizer.json, model.safetensors")
         if b"git-lfs" in path.open("rb").read(40): raise ValueError(f"{path} is a Git LFS pointer; git lfs pull gets the file")
         try: return parse(str(path))
         except Exception as error: raise ValueError(f"{path} is incomplete or damaged, download it again ({error})")
@@ -54,17 +54,16 @@ def load(folder, dtype=None):
     weights = {name: array for file in files for name, array in read(file, mx.load).items()
                if "lm_head" in shapes or not name.startswith("lm_head.")}  # tied, yet the 0.6B file stores the head too
     found = {name: rows(weights, name, shape[-1]) for name, shape in shapes.items() if f"{name}.weight" in weights}
-    found = {name: a.shape if mx.issubdtype(a.dtype, mx.floating) else a.dtype for name, a in found.items()}  # FP8: uint8
-    odd = [f"{name} is {found.get(name, 'missing')}, not {need}" for name, need in shapes.items() if found.get(name) != need]
+    fits = {name: a.shape if mx.issubdtype(a.dtype, mx.floating) else a.dtype for name, a in found.items()}  # FP8: uint8
+    odd = [f"{name} is {fits.get(name, 'missing')}, not {need}" for name, need in shapes.items() if fits.get(name) != need]
     odd += [f"{name} is unknown" for name in weights if re.sub(r"\.(weight|scales|biases)$", "", name) not in shapes]
     if odd: raise ValueError(f"{folder}: {len(odd)} tensors do not fit config.json: {'; '.join(odd[:3])}")
-    dtype = dtype or weights["model.norm.weight"].dtype  # one type for all, or results turn float32 by promotion
-    weights = {name: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for name, a in weights.items()}
-    mx.eval(weights)
+    dtype = dtype or found["model.embed_tokens"].dtype  # one type for all, or results turn float32 by promotion
+    mx.eval(weights := {name: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for name, a in weights.items()})
 
     tokenizer = read("tokenizer.json", tokenizers.Tokenizer.from_file)
     ends = [read(file.name).get(key) for file in Path(folder).glob("*config.json") for key in ("eos_token_id", "eos_token")]
-    ends = {tokenizer.token_to_id(e) if isinstance(e, str) else e for end in ends for e in (end if isinstance(end, list) else [end])}
+    ends = {e if isinstance(e, int) else tokenizer.token_to_id(str(e)) for end in ends for e in (end if isinstance(end, list) else [end])}
     return weights, config | {"eos_token_id": sorted(ends - {None})}, tokenizer  # the files disagree: stop on all they name
 
 # ---- 2. Embedding and matrix products: token ids go in; each becomes a row of D numbers, the residual stream.
@@ -177,11 +176,11 @@ def generate(prompt_ids, weights, config, stop, max_tokens=100, temperature=0.0,
 
     A given cache holds `offset` earlier tokens. ValueError: ids outside the vocabulary, no room, logits not finite.
     """
-    ids, end, limit = list(prompt_ids), offset + len(prompt_ids), config["max_position_embeddings"]
-    if end > limit or not ids or not 0 <= min(ids) <= max(ids) < config["vocab_size"]:
-        raise ValueError(f"the prompt ends at token {end}; needed: 1 to {limit} tokens, ids below {config['vocab_size']}")
-    last = min(end + max_tokens - 1, limit)
+    ids, end = list(prompt_ids), offset + len(prompt_ids)
+    last = min(end + max_tokens - 1, config["max_position_embeddings"])
     cache = cache or make_cache(weights, config, last)
+    if end > min(last, cache[0][0].shape[1]) or not ids or not 0 <= min(ids) <= max(ids) < config["vocab_size"]:
+        raise ValueError(f"the prompt ends at token {end}; needed: 1 to {last} tokens, ids below {config['vocab_size']}")
     for start in range(0, len(ids), CHUNK):
         logits = forward(ids[start:start + CHUNK], weights, config, cache, offset + start)
         mx.eval(cache)  # nobody has asked for the logits yet, so the head has not run
@@ -189,7 +188,7 @@ def generate(prompt_ids, weights, config, stop, max_tokens=100, temperature=0.0,
     # A NaN would become token 0 without a word: -1 marks it, so that nobody has to wait for a check of the logits.
     choose = lambda logits: mx.where(mx.isfinite(logits).all(), sample(logits, temperature, top_p, top_k).astype(mx.int32), -1)
     mx.async_eval(following := choose(logits))
-    for position in range(end, last + 1):
+    for position in range(end, min(last, cache[0][0].shape[1]) + 1):
         token = following
         if position < last: mx.async_eval(following := choose(forward(token[None], weights, config, cache, position)))
         token_id = token.item()  # read only now that the next step is queued: the device never waits for Python
@@ -203,8 +202,8 @@ note = functools.partial(print, file=sys.stderr, flush=True)
 
 def find_model(name):
     """--model -> folder: as given, downloaded, or (no weights yet and offline) the bundled miniature."""
-    folder = Path(name or HERE / "Qwen3-0.6B").expanduser()
-    if folder.exists() if name else any(folder.glob("*.safetensors")): return folder
+    folder = Path(re.sub(r"[^/]*\.safetensors$", "", name) if name else HERE / "Qwen3-0.6B").expanduser()
+    if folder.exists() if name else any(folder.glob("*.safetensors")): return max(folder.glob("snapshots/*"), default=folder)
     try:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         from huggingface_hub import snapshot_download  # comes with tokenizers; shows progress, resumes
@@ -226,21 +225,23 @@ def stream(token_ids, tokenizer, answer):
     finally: print(tokenizer.decode(answer, skip_special_tokens=False)[printed:], flush=True)
 
 def main():
-    """Continue a prompt with Qwen3, or chat with it. The answer goes to stdout, everything else to stderr.
+    """Continue a prompt with Qwen3, or chat. stdout gets the answer, stderr the rest.
 
-      llm_inference.py ["The capital of France is"]    continue this text; - reads it from stdin
-      llm_inference.py --chat ["Who are you?"]         answer this message; without one, converse until Ctrl-D
+      llm_inference.py ["Some text"]         continue it; - reads it from stdin
+      llm_inference.py --chat ["Message"]    answer it, or converse until Ctrl-D
 
-    --model M          a folder, or a name on the hub such as mlx-community/Qwen3-0.6B-4bit
-    --max-tokens N     stop after N tokens (100; 2000 with --chat, 4000 with --think)
-    --temperature T    0: the likeliest token, 1: as the model would draw (0; 0.7 with --chat, 0.6 with --think)
-    --top-k K          draw among the K likeliest tokens only, 0: all (0; 20 with --chat)
-    --top-p P          of these, among the fewest that reach probability P (1; 0.8 with --chat, 0.95 with --think)
-    --seed S           make the draws repeatable; without it, runs differ
-    --think            chat, and let the model think before it answers
-    --explain          first show the tokens, what each layer would say, the likeliest next tokens, the cache
-    --plain            run the spelled-out math even where a fused kernel would be quicker
-    --dtype D          float32, bfloat16 or float16, whatever the files hold
+    --model M         a folder, or a hub name like mlx-community/Qwen3-0.6B-4bit
+    --max-tokens N    stop after N (100; 2000 with --chat, 4000 with --think)
+    --temperature T   0: the likeliest token, 1: as the model would draw, above:
+                      wilder (0; 0.7 with --chat, 0.6 with --think)
+    --top-k K         draw among the K likeliest, 0: all (0; 20 with --chat)
+    --top-p P         of these, among the fewest that together reach P
+                      (1; 0.8 with --chat, 0.95 with --think)
+    --seed S          make the draws repeatable; without it, runs differ
+    --think           chat, with thinking before the answer
+    --explain         first show tokens, layers, probabilities and cache
+    --plain           the spelled-out math, even where a fused kernel is quicker
+    --dtype D         float32, bfloat16 or float16, whatever the files hold
     """
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # the page above is the help, and an error is one line
     parser.format_help, add = lambda: main.__doc__.replace("\n    ", "\n"), parser.add_argument
@@ -255,7 +256,7 @@ def main():
         value = numbers[key] = usual[args.chat + args.think] if getattr(args, key) is None else getattr(args, key)
         if not low <= value <= high: parser.error(f"--{key.replace('_', '-')} goes from {low} to {high}, not {value}")
     prompt = "The capital of France is" if args.prompt is None and not args.chat else args.prompt
-    if prompt == "-": prompt = sys.stdin.read()
+    if prompt == "-": prompt = sys.stdin.read().rstrip("\n")
     if prompt is not None and not prompt.strip(): parser.error("the prompt is empty")
 
     weights, config, tokenizer = load(folder := find_model(args.model), args.dtype and getattr(mx, args.dtype))
@@ -264,7 +265,7 @@ def main():
     sys.stdout.reconfigure(errors="replace")
     note(f"Model: {folder.name} ({config['num_hidden_layers']} layers, {config['hidden_size']} dim, "
          f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads)")
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    encode = lambda text: tokenizer.encode(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), add_special_tokens=False).ids
     opening, closing, reply, skip = map(encode, ["<|im_start|>", "<|im_end|>\n", "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"])
     tokenizer.add_special_tokens([token.content for token in tokenizer.get_added_tokens_decoder().values()])
     tokenizer.encode_special_tokens = args.chat  # what is typed in a chat stays text, <|im_end|> too
@@ -273,21 +274,22 @@ def main():
         dialogue += opening + encode("user\n" + message) + closing
         ids = dialogue + reply + skip * (not args.think) if args.chat else encode(message)
         room = len(ids) + min(numbers["max_tokens"], limit)
-        if room > cache[0][0].shape[1]: cache, fed = make_cache(weights, config, room + len(fed)), []  # more than needed
+        if room > cache[0][0].shape[1]: cache = [[mx.pad(a, [(0, 0), (0, room), (0, 0)]) for a in pair] for pair in cache]
         offset = len(os.path.commonprefix([fed, ids[:-1]]))  # what the cache holds of this already
         if args.explain: runpy.run_path(str(HERE / "tests/explain.py"))["explain"](ids, weights, config, tokenizer)
-        if prompt: note(f"Prompt: {prompt}\n{'-' * 60}\nOutput: ", end="")
-        if not args.chat: print(message, end="", flush=True)
+        if prompt: note(f"Prompt: {prompt}\n{'-' * 60}")
         answer, start, prefill = [], time.perf_counter(), 0
         with contextlib.nullcontext() if prompt else contextlib.suppress(KeyboardInterrupt):
             tokens = generate(ids[offset:], weights, config, config["eos_token_id"], cache=cache, offset=offset, **numbers)
             first, prefill = list(itertools.islice(tokens, 1)), time.perf_counter() - start
+            if prompt: note("Output: ", end="")
+            print("" if args.chat else prompt, end="", flush=True)
             stream(itertools.chain(first, tokens), tokenizer, answer)
         if len(answer) == min(numbers["max_tokens"], limit - len(ids) + 1): note("(cut: --max-tokens or the context is used up)")
         decode, count = time.perf_counter() - start - prefill, max(len(answer) - 1, 0)
         if prompt: note(f"Time: {decode + prefill:.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, decode {count} tokens at "
                         f"{count / decode:.0f} tokens/s, peak memory {mx.get_peak_memory() / 1e9:.2g} GB)")
-        text = tokenizer.decode(answer, skip_special_tokens=False).split("</think>")[-1].lstrip("\n")
+        text = re.sub("(?s)^.*</think>|^<think>.*", "", tokenizer.decode(answer, skip_special_tokens=False)).lstrip("\n")
         fed, dialogue = ids + answer[:-1], dialogue + opening + encode("assistant\n" + text) + closing
 
 if __name__ == "__main__":

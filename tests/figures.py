@@ -1,0 +1,730 @@
+#!/usr/bin/env python3
+"""Draws the pictures of the README from what the miniature model really computes, as SVG files in .github/.
+
+    python tests/figures.py            draw all of them again (half a minute; cache.svg is a measurement, the rest repeats)
+    python tests/figures.py lens rope  draw only these
+    python tests/figures.py --check    exit code 1 if a picture is missing, or was drawn from another model
+
+Every number in a picture comes from tests/Qwen3-mini through the functions of llm_inference.py; only cache.svg times a
+model with random weights, because time does not depend on what the weights are. A picture brings its own background and
+its colours for a light and for a dark page, loads nothing, and says in its last comment which model it was drawn from.
+"""
+import argparse
+import contextlib
+import hashlib
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from html import escape
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import mlx.core as mx
+
+import checkpoints
+import llm_inference as llm
+
+MINI, FOLDER = ROOT / "tests" / "Qwen3-mini", ROOT / ".github"
+PROMPT = "The capital of France is"   # of all pictures but one
+OPEN_PROMPTS = "The", "What is", "Italy is"  # of sampling.svg: the first after which the miniature has a real choice
+BY, TO = "\N{MULTIPLICATION SIGN}", "\N{RIGHTWARDS ARROW}"
+COMMAND = "python llm_inference.py --explain --model tests/Qwen3-mini"
+WIDTH = 720                           # units; with text of 15 units and more a phone can show it at half size
+
+# ---- Drawing: a picture is a list of SVG elements; colours are names that the style sheet turns into light or dark ones.
+
+STYLE = """
+svg{--bg:#fbfaf6;--edge:#dcd9d0;--ink:#1d2733;--dim:#56616e;--line:#b9bfc8;--blue:#1f67b1;--orange:#b8540a;--teal:#14705f;
+--soft:#e3edf8;--warm:#fbe8d6;--cool:#dcefe9;--heat:#6aa6e0;--screen:#171c24;--frame:#3a4452}
+@media (prefers-color-scheme:dark){svg{--bg:#161b22;--edge:#343d49;--ink:#e7ebf0;--dim:#a3aebb;--line:#4a5563;--blue:#82b7f2;
+--orange:#f2a65e;--teal:#63cbb2;--soft:#1f3147;--warm:#40301f;--cool:#1b3833;--heat:#2a6cb5;--screen:#0b0e13;--frame:#3a4452}}
+text{font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,"Noto Sans",sans-serif;
+font-size:16px;fill:var(--ink)}
+.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace;white-space:pre}
+.head{font-size:18px;font-weight:600}.small{font-size:15px}.dim{fill:var(--dim)}.bold{font-weight:600}
+.blue{fill:var(--blue)}.orange{fill:var(--orange)}.teal{fill:var(--teal)}
+"""
+
+
+class Picture:
+    """Elements are added with the methods below; `write` puts them on a rounded panel and into a file."""
+
+    def __init__(self, name, height, title, description, style=""):
+        self.name, self.height, self.title, self.description = name, height, title, description
+        self.style, self.parts = STYLE + style, []
+
+    def add(self, element):
+        self.parts.append(element)
+
+    def text(self, x, y, content, classes="", anchor="start", extra=""):
+        """One line of text; y is its baseline."""
+        classes = f' class="{classes}"' if classes else ""
+        anchor = f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self.add(f'<text x="{number(x)}" y="{number(y)}"{classes}{anchor}{extra}>{escape(content, quote=False)}</text>')
+
+    def box(self, x, y, width, height, fill="bg", stroke="line", radius=6, extra=""):
+        """A rectangle; fill and stroke are colour names, or none."""
+        self.add(f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="{radius}" '
+                 f'fill="{color(fill)}" stroke="{color(stroke)}"{extra}/>')
+
+    def path(self, points, stroke="line", width=2, arrow=False, extra=""):
+        """A line through points [(x, y), ...], with an arrowhead at its end if asked for."""
+        data = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
+        self.add(f'<path d="{data}" fill="none" stroke="{color(stroke)}" stroke-width="{width}" stroke-linejoin="round"{extra}/>')
+        if arrow:
+            (x0, y0), (x, y) = points[-2:]
+            angle, size = math.atan2(y - y0, x - x0), 4 + 2.5 * width
+            corners = [(x, y)] + [(x - size * math.cos(angle + turn), y - size * math.sin(angle + turn)) for turn in (-.45, .45)]
+            self.add(f'<path d="M{"L".join(f"{number(a)} {number(b)}" for a, b in corners)}Z" fill="{color(stroke)}"/>')
+
+    def dot(self, x, y, radius, fill="ink", stroke="none", extra=""):
+        self.add(f'<circle cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" fill="{color(fill)}" '
+                 f'stroke="{color(stroke)}"{extra}/>')
+
+    def label_box(self, x, y, width, height, content, fill="soft", stroke="blue", classes=""):
+        """A box with one or more centred lines of text in it."""
+        self.box(x, y, width, height, fill, stroke)
+        lines = content.split("\n")
+        for index, line in enumerate(lines):
+            self.text(x + width / 2, y + height / 2 + 5.5 + 19 * (index - (len(lines) - 1) / 2), line,
+                      "small dim" if index else classes or "bold", "middle")
+
+    def write(self, background="bg"):
+        """The file: title and description for those who listen, style, panel, elements, and the model's fingerprint."""
+        text = "\n".join([
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {number(self.height)}" width="{WIDTH}" '
+            f'height="{number(self.height)}" role="img" aria-labelledby="title desc">',
+            f'<title id="title">{escape(self.title)}</title>', f'<desc id="desc">{escape(self.description)}</desc>',
+            f"<style>{self.style}</style>",
+            f'<rect x="1" y="1" width="{WIDTH - 2}" height="{number(self.height - 2)}" rx="12" fill="{color(background)}" '
+            f'stroke="{color("edge")}"/>', *self.parts,
+            f"<!-- drawn by tests/figures.py from tests/Qwen3-mini/model.safetensors, sha256 {fingerprint()} -->", "</svg>", ""])
+        ElementTree.fromstring(text)
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f"{self.name}.svg").write_text(text, "utf-8")
+
+
+def number(value):
+    """A coordinate without needless digits."""
+    return f"{value:.1f}".rstrip("0").rstrip(".")
+
+
+def color(name):
+    return name if name == "none" or name.startswith("url") else f"var(--{name})"
+
+
+def quoted(token):
+    """A token as the pictures show it: in quotes, so that its leading space is seen."""
+    return repr(token)
+
+
+def percent(p):
+    return f"{100 * p:.0f}%" if p >= 0.005 else "<1%" if p > 0 else "0%"
+
+
+# ---- The model: loaded once per type; what attention and RoPE are given is recorded by standing in for them for a while.
+
+
+def fingerprint():
+    return hashlib.sha256((MINI / "model.safetensors").read_bytes()).hexdigest()
+
+
+class Model:
+    """The miniature with the text helpers that the pictures need. dtype None keeps the type of the files."""
+
+    def __init__(self, dtype=None):
+        self.weights, self.config, self.tokenizer = llm.load(MINI, dtype)
+        self.config["plain"] = True  # the spelled-out math, on every device
+        self.layers = self.config["num_hidden_layers"]
+
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def token(self, token_id):
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def cache(self, size):
+        return llm.make_cache(self.weights, self.config, size)
+
+    def probabilities(self, ids):
+        """For the token after `ids`, computed as --explain does it: with a filled cache, so that even the last digit agrees."""
+        cache = self.cache(len(ids))
+        mx.eval(llm.forward(ids, self.weights, self.config, cache, 0))
+        logits = llm.forward(ids[-1:], self.weights, self.config, cache, len(ids) - 1)
+        return mx.softmax(logits.astype(mx.float32))
+
+
+@contextlib.contextmanager
+def recorded(name):
+    """While this lasts, each call of the function llm_inference.<name> leaves its arguments in the list it yields."""
+    original, calls = getattr(llm, name), []
+
+    def stand_in(*args):
+        calls.append(args)
+        return original(*args)
+
+    setattr(llm, name, stand_in)
+    try:
+        yield calls
+    finally:
+        setattr(llm, name, original)
+
+
+def attention_maps(model, ids):
+    """One (H, L, L) array per layer: row i holds how much the token at i takes from each token up to itself."""
+    with recorded("attend") as calls:
+        mx.eval(llm.forward(ids, model.weights, model.config, model.cache(len(ids)), 0))
+    maps = []
+    for q, k, *_ in calls:
+        (H, L, d), K = q.shape, k.shape[0]
+        # Values that name their position (a one in its own place) make `attend` return the weights themselves.
+        ones = mx.broadcast_to(mx.eye(L, d), (K, L, d))
+        maps.append(llm.attend(q, k, ones, True)[..., :L].tolist())
+    return maps
+
+
+def telling_head(maps, tokens, target):
+    """(layer, head), from 0: where the last token looks at `target` most, if the other rows are no monotony either."""
+    column = tokens.index(target)
+
+    def variety(rows):
+        return sum(-p * math.log(p) for row in rows[1:-1] for p in row if p > 0) / (len(rows) - 2)
+
+    return max(((layer, head) for layer in range(len(maps)) for head in range(len(maps[layer]))),
+               key=lambda place: maps[place[0]][place[1]][-1][column] * (0.3 + variety(maps[place[0]][place[1]])))
+
+
+# ---- demo.svg
+
+
+def captured():
+    """What a terminal shows when the command runs: the lines of stdout and stderr in the order they come in."""
+    import pty
+    ours, theirs = pty.openpty()
+    command = [sys.executable, *COMMAND.split()[1:]]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL)
+    os.close(theirs)
+    output = b""
+    with contextlib.suppress(OSError):  # Linux reports the end of the other side as an error
+        while piece := os.read(ours, 65536):
+            output += piece
+    os.close(ours)
+    if process.wait():
+        raise RuntimeError(f"{COMMAND} failed:\n{output.decode()}")
+    return output.decode().replace("\r\n", "\n").rstrip("\n").split("\n")
+
+
+def demo():
+    """A terminal: the command and what it prints, the answer's words lighting up one by one."""
+    line_height, left, top = 23, 26, 78
+    lines = captured()
+    start = next(i for i, line in enumerate(lines) if line.startswith("Output: "))
+    end = next(i for i, line in enumerate(lines) if line.startswith(("(cut", "Time:")) and i > start)
+    answer = " ".join(lines[start:end]).removeprefix("Output: ").removeprefix(PROMPT)
+    head, time_line = lines[:start], next(line for line in lines[end:] if line.startswith("Time:"))
+    columns = max(map(len, ["$ " + COMMAND, *head]))
+    advance = (WIDTH - 2 * left) / columns
+
+    # As many whole sentences as fit into three lines; the rest of the answer is left out, and three dots say so.
+    body = textwrap.wrap("Output: " + PROMPT + answer, columns)
+    if len(body) > 3:
+        cut = " ".join(body[:3])
+        body = textwrap.wrap(cut[:cut.rindex(". ") + 1] + " ...", columns)
+    tail = textwrap.wrap(time_line, columns, subsequent_indent="      ")
+    rows = 1 + len(head) + len(body) + len(tail)
+    style = f"\n.mono{{font-size:{advance / 0.6:.1f}px;fill:#d5dbe3}}" + """.mute{fill:#96a1af}.green{fill:#7fd49a}.told{fill:#fff;font-weight:700}.sky{fill:#8cc0f5}
+@keyframes word{from{fill-opacity:.4}to{fill-opacity:1}}
+.told{animation:word .15s both}@media (prefers-reduced-motion:reduce){.told{animation:none}}"""
+    picture = Picture("demo", top + rows * line_height + 14, "The program run with --explain in a terminal",
+                      f"A terminal. The command {COMMAND} prints the five tokens of '{PROMPT}', the likeliest next token "
+                      f"after each layer, the five likeliest next tokens, the size of the cache, and the answer: "
+                      f"{' '.join(body).removeprefix('Output: ')}", style)
+    picture.path([(1, 42), (WIDTH - 1, 42)], "frame", 1)
+    for index in range(3):
+        picture.dot(26 + 20 * index, 22, 5.5, "frame")
+    picture.add(f'<text x="{WIDTH / 2}" y="27" text-anchor="middle" class="mono mute small">Terminal</text>')
+    y = top
+
+    def line(*spans):
+        """One terminal line of (text, class) or (text, class, delay) pieces, as wide as its characters in any font."""
+        nonlocal y
+        spans = [(*span, None)[:3] for span in spans if span[0]]
+        length = sum(len(text) for text, *_ in spans)
+        pieces = "".join(f'<tspan class="{kind}"' + (f' style="animation-delay:{delay:.2f}s"' if delay is not None else "")
+                         + f">{escape(text, quote=False)}</tspan>" for text, kind, delay in spans)
+        if length:
+            picture.add(f'<text xml:space="preserve" class="mono" x="{left}" y="{y}" '
+                        f'textLength="{number(length * advance)}">{pieces}</text>')
+        y += line_height
+
+    line(("$ ", "mute"), (COMMAND, "green"))
+    for text in head:
+        bar = re.fullmatch(r"(.*% )(#*)( *)( .*)", text)
+        if bar:
+            line((bar[1], ""), (bar[2], "sky"), (bar[3], ""), (bar[4], ""))
+        elif text.startswith("Prompt: "):
+            line(("Prompt: ", "mute"), (text[8:], "green"))
+        else:
+            line((text, "mute" if not text.startswith("  ") or "bytes" in text else ""))
+    delay, told = 1.0, 0
+    for text in body:
+        spans = []
+        for piece in re.findall(r"\S+\s*", text):
+            if told < len(("Output: " + PROMPT).split()):
+                spans.append((piece, "mute" if told == 0 else "green"))
+            else:
+                spans.append((piece, "told", delay))
+                delay += 0.22
+            told += 1
+        line(*spans)
+    for text in tail:
+        line((text, "mute"))
+    picture.write("screen")
+
+
+# ---- pipeline.svg
+
+
+def pipeline(model):
+    """From text to text: the residual stream is the straight line from top to bottom, all else hangs on it."""
+    c, ids = model.config, model.encode(PROMPT)
+    L, D, F, V, N = len(ids), c["hidden_size"], c["intermediate_size"], c["vocab_size"], model.layers
+    H, K, d = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    p = model.probabilities(ids)
+    best = mx.argmax(p).item()
+    picture = Picture("pipeline", 970, "The pipeline from text to the next token",
+                      f"'{PROMPT}' becomes {L} tokens, each token {D} numbers. These run down a straight line, the residual "
+                      f"stream, through {N} blocks. In each block attention, which reads the KV cache, and then SwiGLU add to "
+                      f"the stream. The head turns the last vector into {V} scores, sampling picks {quoted(model.token(best))}, "
+                      "and the new token goes round again.")
+    x, right = 206, 690  # the stream; the right edge of what hangs on it
+
+    def shape(y, text):
+        picture.text(x - 14, y, text, "small teal", "end")
+
+    # Text and tokens.
+    picture.text(76, 42, "text", "dim", "start")
+    picture.text(x - 46, 42, f"\N{LEFT DOUBLE QUOTATION MARK}{PROMPT}\N{RIGHT DOUBLE QUOTATION MARK}", "head")
+    picture.path([(x, 54), (x, 84)], "dim", 2, True)
+    picture.text(x + 14, 74, "the tokenizer cuts it into known pieces", "small dim")
+    edge = x - 46
+    picture.text(76, 107, "tokens", "dim")
+    picture.text(76, 136, "ids", "dim")
+    for token_id in ids:
+        name = quoted(model.token(token_id))
+        width = 26 + 8.8 * len(name)
+        picture.box(edge, 88, width, 56, "soft", "blue")
+        picture.text(edge + width / 2, 110, name, "mono small", "middle")
+        picture.text(edge + width / 2, 133, str(token_id), "mono small dim", "middle")
+        edge += width + 6
+
+    # Embedding, where the stream begins.
+    picture.path([(x, 144), (x, 172)], "dim", 2, True)
+    picture.path([(x, 210), (x, 762)], "blue", 7)
+    picture.label_box(x - 62, 174, 124, 38, "embedding")
+    picture.text(x + 76, 190, f"each id picks its row of {D} numbers", "small dim")
+    picture.text(x + 76, 209, f"from a table of {V} rows", "small dim")
+    shape(242, f"{L} {BY} {D}")
+
+    # The block.
+    picture.box(96, 262, right - 96 + 12, 410, "none", "line", 12, ' stroke-width="2" stroke-dasharray="7 5"')
+    picture.text(right, 286, f"one block; there are {N}, one after the other", "small bold", "end")
+    picture.text(x - 26, 472, "residual stream", "bold blue", "middle", f' transform="rotate(-90 {x - 26} 472)"')
+
+    def branch(y, name, sizes, plus):
+        """Off the line into RMSNorm and the box beside it, and back onto the line at the plus."""
+        picture.path([(x, y), (x + 48, y)], "blue", 2.5, True)
+        picture.label_box(x + 50, y - 20, 106, 40, "RMSNorm", "bg", "dim")
+        picture.path([(x + 156, y), (x + 180, y)], "blue", 2.5, True)
+        picture.label_box(x + 182, y - 30, 132, 60, name, "warm", "orange")
+        picture.path([(x + 248, y + 30), (x + 248, plus), (x + 16, plus)], "orange", 2.5, True)
+        picture.dot(x, plus, 14, "bg", "blue", ' stroke-width="2.5"')
+        picture.path([(x - 7, plus), (x + 7, plus)], "blue", 2.5)
+        picture.path([(x, plus - 7), (x, plus + 7)], "blue", 2.5)
+        picture.text(x + 236, plus - 14, sizes, "small teal", "end")
+
+    branch(334, "attention\nlooks back", f"{H} heads of {d} numbers", 424)
+    branch(518, "SwiGLU\neach by itself", f"{D} {TO} {F} {TO} {D} numbers", 608)
+    picture.box(x + 362, 304, 116, 60, "cool", "teal")
+    picture.text(x + 420, 330, "KV cache", "bold", "middle")
+    picture.text(x + 420, 350, "the past", "small dim", "middle")
+    picture.path([(x + 314, 322), (x + 360, 322)], "teal", 2.5, True)
+    picture.path([(x + 362, 346), (x + 316, 346)], "teal", 2.5, True)
+    picture.text(x + 420, 386, "of each token:", "small dim", "middle")
+    picture.text(x + 420, 405, f"{K} keys, {K} values", "small teal", "middle")
+    picture.text(x + 420, 424, f"of {d} numbers", "small teal", "middle")
+    picture.text(right, 654, f"{L} {BY} {D} numbers go in, {L} {BY} {D} come out", "small teal", "end")
+
+    # Out of the stream.
+    picture.text(x + 16, 724, "only the last token's vector goes on", "small dim")
+    shape(724, f"1 {BY} {D}")
+    picture.label_box(x - 62, 742, 124, 38, "RMSNorm", "bg", "dim")
+    picture.path([(x, 780), (x, 802)], "dim", 2, True)
+    picture.label_box(x - 62, 804, 124, 38, "head")
+    picture.text(x + 76, 829, f"compares it with all {V} tokens", "small dim")
+    picture.path([(x, 842), (x, 866)], "dim", 2, True)
+    shape(860, f"{V} scores")
+    picture.label_box(x - 62, 868, 124, 38, "sampling", "warm", "orange")
+    picture.text(x + 76, 893, "scores become probabilities; one token is drawn", "small dim")
+    picture.path([(x, 906), (x, 924)], "dim", 2, True)
+    name = quoted(model.token(best))
+    width = 30 + 9 * len(f"{name}  {best}")
+    picture.box(x - width / 2, 926, width, 32, "soft", "blue")
+    picture.text(x, 947, f"{name}  {best}", "mono small", "middle")
+    picture.text(x + width / 2 + 14, 947, f"probability {percent(p[best].item())}", "small dim")
+    picture.path([(x - width / 2, 942), (44, 942), (44, 116), (x - 48, 116)], "orange", 2.5, True)
+    picture.text(32, 540, "the new token is appended and goes round again", "small orange", "middle", ' transform="rotate(-90 32 540)"')
+    picture.write()
+
+
+# ---- rope.svg
+
+
+def rope(model):
+    """Pairs of one real query, turned as RoPE turns them at positions 0 to 6, and what that does to the score."""
+    ids, theta, d = model.encode(PROMPT), model.config["rope_theta"], model.config["head_dim"]
+    tokens = [model.token(i) for i in ids]
+    layer, head = telling_head(attention_maps(model, ids), tokens, " France")
+    with recorded("apply_rope") as calls:
+        mx.eval(llm.forward(ids, model.weights, model.config, model.cache(len(ids)), 0))
+    group = model.config["num_attention_heads"] // model.config["num_key_value_heads"]
+    q = calls[2 * layer][0][head, -1]                                     # of " is", before it is turned: (d,)
+    k = calls[2 * layer + 1][0][head // group, tokens.index(" France")]
+
+    def turned(x, position):
+        return llm.apply_rope(x[None], position, theta, True)[0]
+
+    def score(m, n):
+        return (turned(q, m) * turned(k, n)).sum().item() / math.sqrt(d)
+
+    far, distances = 1000, list(range(61))
+    curves = [[score(base + distance, base) for distance in distances] for base in (0, far)]
+    assert max(abs(a - b) for a, b in zip(*curves)) < 1e-2, "the score must depend on the distance alone"
+
+    slow, positions, radius = 3, range(7), 118
+    picture = Picture("rope", 738, "RoPE turns pairs of numbers by an angle that grows with the position",
+                      f"Two circles show pairs of numbers of a real query at positions 0 to 6: numbers 0 and {d // 2} turn by one "
+                      f"radian a position, numbers {slow} and {slow + d // 2} by {theta ** (-2 * slow / d):.3f} radians. Below, the "
+                      f"score of query and key over their distance: the curve is the same for a key at position 0 and one at {far}.")
+    picture.text(WIDTH / 2, 36, "The position turns each pair of numbers in a query", "head", "middle")
+    for pair, cx, name in ((0, 190, "fast"), (slow, 530, "slow")):
+        cy, angle = 240, theta ** (-2 * pair / d)
+        picture.text(cx, 68, f"numbers {pair} and {pair + d // 2} of {d}: {name}", "bold", "middle")
+        picture.text(cx, 89, f"{angle:.3g} radian{'s' if angle != 1 else ''} ({math.degrees(angle):.2g}\N{DEGREE SIGN}) a position",
+                     "small dim", "middle")
+        picture.dot(cx, cy, radius, "none", "line")
+        picture.path([(cx - radius, cy), (cx + radius, cy)], "line", 1)
+        picture.path([(cx, cy - radius), (cx, cy + radius)], "line", 1)
+        for position in reversed(positions):
+            vector = turned(q, position)
+            a, b = vector[pair].item(), vector[pair + d // 2].item()
+            length = math.hypot(a, b)
+            ux, uy, first = a / length, -b / length, position == 0
+            picture.path([(cx, cy), (cx + ux * radius, cy + uy * radius)], "orange" if first else "blue", 3 if first else 2,
+                         extra="" if first else f' opacity="{1 - 0.09 * position:.2f}"')
+            picture.dot(cx + ux * radius, cy + uy * radius, 5, "orange" if first else "blue")
+            if pair == 0 or position in (0, positions[-1]):
+                picture.text(cx + ux * (radius + 17), cy + uy * (radius + 17) + 5.5, str(position),
+                             "bold orange" if first else "blue", "middle")
+    picture.text(WIDTH / 2, 402, "positions 0 to 6 of the same query: only the direction changes, never the length", "small dim", "middle")
+
+    # The score over the distance.
+    left, right, top, bottom = 84, 690, 496, 668
+    low, high = min(curves[0]), max(curves[0])
+    step = next(s for s in (0.2, 0.5, 1, 2, 5, 10) if (high - low) / s <= 6)
+    low, high = math.floor(low / step) * step, math.ceil(high / step) * step
+
+    def place(distance, value):
+        return left + (right - left) * distance / distances[-1], bottom - (bottom - top) * (value - low) / (high - low)
+
+    picture.text(WIDTH / 2, 450, "So the score of a query and a key knows only their distance", "head", "middle")
+    picture.text(left - 58, 480, "score", "small dim")
+    for index in range(round((high - low) / step) + 1):
+        value = low + index * step
+        picture.path([(left, place(0, value)[1]), (right, place(0, value)[1])], "line", 1)
+        picture.text(left - 10, place(0, value)[1] + 5, f"{value:g}".replace("-", "\N{MINUS SIGN}"), "small dim", "end")
+    for distance in range(0, distances[-1] + 1, 20):
+        picture.text(place(distance, 0)[0], bottom + 22, str(distance), "small dim", "middle")
+    picture.text((left + right) / 2, bottom + 48, "distance: how many tokens the key is back", "small dim", "middle")
+    picture.path([place(*point) for point in zip(distances, curves[0])], "orange", 7, extra=' opacity=".55"')
+    for distance, value in zip(distances, curves[1]):
+        picture.dot(*place(distance, value), 3.4, "blue")
+    picture.path([(left + 90, 475), (left + 122, 475)], "orange", 7, extra=' opacity=".55"')
+    picture.text(left + 130, 480, "key at position 0", "small")
+    for index in range(3):
+        picture.dot(left + 304 + 12 * index, 475, 3.4, "blue")
+    picture.text(left + 338, 480, f"key at position {far}: the same", "small")
+    picture.write()
+
+
+# ---- attention.svg, gqa.svg
+
+
+def attention(model):
+    """The attention weights of one head as a table; what causality forbids is hatched."""
+    ids = model.encode(PROMPT)
+    tokens, maps = [model.token(i) for i in ids], attention_maps(model, ids)
+    layer, head = telling_head(maps, tokens, " France")
+    rows, size = maps[layer][head], len(ids)
+    left, top, width, height = 176, 132, 102, 62
+    most = max(range(size), key=lambda column: rows[-1][column])
+    picture = Picture("attention", top + size * height + 66, "What each token takes from the tokens before it",
+                      f"A table of attention weights of layer {layer + 1}, head {head + 1}, for '{PROMPT}'. Each row adds up to 100%. "
+                      f"The cells above the diagonal are hatched: no token sees later ones. The last token, {quoted(tokens[-1])}, "
+                      f"takes {percent(rows[-1][most])} from {quoted(tokens[most])}.")
+    picture.add(f'<defs><pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+                f'<path d="M0 0V8" stroke="{color("line")}" stroke-width="2"/></pattern></defs>')
+    picture.text(WIDTH / 2, 36, f"Attention weights in layer {layer + 1} of {model.layers}, head {head + 1} of {len(maps[layer])}", "head", "middle")
+    picture.text(left + size * width / 2, 82, "takes this much from", "small dim", "middle")
+    picture.text(left - 18, 118, "this token", "small dim", "end")
+    for i, token in enumerate(tokens):
+        picture.text(left + (i + .5) * width, top - 14, quoted(token), "mono", "middle", f' textLength="{min(92, 9.6 * len(quoted(token))):g}" lengthAdjust="spacingAndGlyphs"')
+        picture.text(left - 18, top + (i + .5) * height + 6, quoted(token), "mono", "end")
+        for j in range(size):
+            x, y = left + j * width, top + i * height
+            if j > i:
+                picture.box(x + 2, y + 2, width - 4, height - 4, "url(#hatch)", "line", 4)
+                continue
+            picture.box(x + 2, y + 2, width - 4, height - 4, "heat", "none", 4, f' fill-opacity="{0.06 + 0.94 * rows[i][j]:.2f}"')
+            strong = i == size - 1 and j == most
+            picture.box(x + 2, y + 2, width - 4, height - 4, "none", "orange" if strong else "line", 4,
+                        ' stroke-width="3"' if strong else "")
+            picture.text(x + width / 2, y + height / 2 + 6, percent(rows[i][j]), "bold" if rows[i][j] >= .5 else "", "middle")
+    y = top + size * height + 36
+    picture.box(left + 2, y - 15, 26, 20, "url(#hatch)", "line", 4)
+    picture.text(left + 38, y, "later tokens: never seen", "small dim")
+    picture.text(left + size * width, y, "each row adds up to 100%", "small dim", "end")
+    picture.write()
+
+
+def gqa(model):
+    """Who shares keys and values with whom: MHA, GQA and MQA side by side."""
+    H, K = model.config["num_attention_heads"], model.config["num_key_value_heads"]
+    picture = Picture("gqa", 306, "Query heads share key/value heads",
+                      f"Three diagrams with {H} query heads each. Multi-head attention has {H} key/value heads, one per query head. "
+                      f"Grouped-query attention, which Qwen3 uses, has {K} here, each serving {H // K} query heads. Multi-query "
+                      "attention has one for all. Fewer key/value heads make the KV cache smaller.")
+    panel = WIDTH / 3
+    for index, (name, long, heads) in enumerate((("MHA", "multi-head", H), ("GQA", "grouped-query", K), ("MQA", "multi-query", 1))):
+        left, ours = 14 + index * (panel - 4), heads == K
+        picture.box(left, 14, panel - 16, 278, "soft" if ours else "none", "blue" if ours else "line", 10)
+        middle, step = left + (panel - 16) / 2, 50
+        picture.text(middle, 44, name + (" (Qwen3)" if ours else ""), "head", "middle")
+        picture.text(middle, 66, f"{long} attention", "small dim", "middle")
+        group = H // heads
+        tops = [middle + (i - (H - 1) / 2) * step for i in range(H)]
+        lows = [sum(tops[i * group:(i + 1) * group]) / group for i in range(heads)]
+        for i, x in enumerate(tops):
+            picture.path([(x, 142), (lows[i // group], 184)], "dim", 2)
+            picture.box(x - 19, 108, 38, 34, "warm", "orange", 6)
+            picture.text(x, 130, f"Q{i + 1}", "small bold", "middle")
+        for i, x in enumerate(lows):
+            picture.box(x - 22, 184, 44, 34, "cool", "teal", 6)
+            picture.text(x, 206, f"KV{i + 1}", "small bold", "middle")
+        picture.text(middle, 97, f"{H} query heads", "small dim", "middle")
+        picture.text(middle, 240, f"{heads} key/value head{'s' if heads > 1 else ''}", "small dim", "middle")
+        picture.text(middle, 274, f"cache size: {percent(heads / H)}", "bold", "middle")
+    picture.write()
+
+
+# ---- lens.svg
+
+
+def lens(model):
+    """The logit lens: what each position would say next if the model ended after each layer."""
+    ids = model.encode(PROMPT)
+    cache = model.cache(len(ids))
+    next(llm.generate(ids, model.weights, model.config, (), 1, cache=cache))
+    left, top, width, height = 108, 128, 116, 56
+    picture = Picture("lens", top + model.layers * height + 76, "The logit lens: what the model would say after each layer",
+                      f"A table for '{PROMPT}' with one row per layer and one column per token. Each cell holds the likeliest next "
+                      "token if the model ended there, darker where it is surer. ")
+    picture.text(WIDTH / 2, 36, "What would come next if the model ended after this layer?", "head", "middle")
+    picture.text(left - 14, top - 18, "after", "small dim", "end")
+    picture.text(left + len(ids) * width / 2, 74, "the text up to this token", "small dim", "middle")
+    last = ""
+    for i, token_id in enumerate(ids):
+        picture.text(left + (i + .5) * width, top - 18, quoted(model.token(token_id)), "mono bold", "middle")
+        for layer in range(model.layers):
+            logits = llm.forward([token_id], model.weights, model.config | {"num_hidden_layers": layer + 1}, cache, i)
+            p = mx.softmax(logits.astype(mx.float32))
+            best = mx.argmax(p).item()
+            last, sure = quoted(model.token(best)), p[best].item()
+            x, y = left + i * width, top + layer * height
+            picture.box(x + 2, y + 2, width - 4, height - 4, "heat", "none", 4, f' fill-opacity="{sure:.2f}"')
+            picture.box(x + 2, y + 2, width - 4, height - 4, "none", "line", 4)
+            fit = f' textLength="{width - 12}" lengthAdjust="spacingAndGlyphs"' if 9.1 * len(last) > width - 12 else ""
+            picture.text(x + width / 2, y + 24, last, "mono small bold", "middle", fit)
+            picture.text(x + width / 2, y + 44, percent(sure), "small", "middle")
+    for layer in range(model.layers):
+        picture.text(left - 14, top + (layer + .5) * height + 6, f"layer {layer + 1}", "bold" if layer == model.layers - 1 else "", "end")
+    bottom = top + model.layers * height
+    picture.box(left - 1, bottom - height - 1, len(ids) * width + 2, height + 2, "none", "orange", 6, ' stroke-width="2.5"')
+    picture.text(left - 14, bottom + 32, "surer:", "small dim", "end")
+    for index in range(5):
+        picture.box(left + 2 + 52 * index, bottom + 17, 48, 22, "heat", "line", 4, f' fill-opacity="{index / 4}"')
+        picture.text(left + 26 + 52 * index, bottom + 57, f"{25 * index}%", "small dim", "middle")
+    picture.text(left + len(ids) * width, bottom + 34, "framed: what the whole model says", "small orange", "end")
+    picture.description += f"The last layer says {last} after the whole prompt."
+    picture.write()
+
+
+# ---- sampling.svg
+
+
+def sampling(model):
+    """One real distribution at three temperatures, and where top-k and top-p cut it."""
+    top_k, top_p, shown = 5, 0.9, 9
+    for prompt in OPEN_PROMPTS:
+        ids = model.encode(prompt)
+        logits = llm.forward(ids, model.weights, model.config, model.cache(len(ids)), 0).astype(mx.float32)
+        order = mx.argsort(-logits)[:shown].tolist()
+        columns = {T: mx.softmax(logits / T)[mx.array(order)].tolist() for T in (0.5, 1.0, 2.0)}
+        nucleus = next((count for count in range(1, shown) if sum(columns[1.0][:count]) >= top_p), shown)
+        if columns[1.0][0] < 0.6 and nucleus not in (top_k, shown):
+            break
+    left, top, row, panel = 152, 122, 34, 184
+    picture = Picture("sampling", top + (shown + 1) * row + 62, "The same scores at three temperatures, and the cuts of top-k and top-p",
+                      f"Bars show how likely each next token is after '{prompt}' at temperature 0.5, 1 and 2: low sharpens, high "
+                      f"flattens. At temperature 1, top-k {top_k} keeps the first {top_k} tokens, top-p {top_p} the first {nucleus}.")
+    picture.text(WIDTH / 2, 36, f"What comes after \N{LEFT DOUBLE QUOTATION MARK}{prompt}\N{RIGHT DOUBLE QUOTATION MARK}? The same scores at three temperatures", "head", "middle")
+    most = max(p[0] for p in columns.values())
+    for index, token_id in enumerate(order):
+        picture.text(left - 12, top + index * row + 22, quoted(model.token(token_id)), "mono small", "end")
+    picture.text(left - 12, top + shown * row + 22, "all others", "small dim", "end")
+    for column, (T, p) in enumerate(columns.items()):
+        x = left + column * (panel + 2)
+        picture.text(x, 80, f"temperature {T:g}", "bold")
+        picture.text(x, 101, {0.5: "sharper", 1.0: "as the model has it", 2.0: "flatter"}[T], "small dim")
+        picture.path([(x, top), (x, top + (shown + 1) * row)], "line", 1.5)
+        for index, value in enumerate([*p, 1 - sum(p)]):
+            rest = index == shown
+            length, y = (panel - 62) * value / max(most, 1e-9), top + index * row
+            length = min(length, panel - 62)
+            picture.box(x, y + 6, max(length, 1), row - 12, "line" if rest else "blue", "none", 3)
+            picture.text(x + max(length, 1) + 7, y + 22, percent(value), "small dim" if rest else "small")
+    x = left + panel + 2
+    for count, name, tone, shift in ((top_k, f"top-k {top_k}", "teal", 2), (nucleus, f"top-p {top_p}", "orange", -2)):
+        y = top + count * row + (shift if top_k == nucleus else 0)  # side by side where both cut at the same place
+        picture.path([(x - 6, y), (x + panel - 12, y)], tone, 2.5, extra=' stroke-dasharray="6 4"')
+        picture.text(x + panel - 14, y + (16 if shift > 0 else -6), name, f"small bold {tone}", "end")
+    picture.text(WIDTH / 2, top + (shown + 1) * row + 38, "Under top-k or top-p, no token below the dashed line can be drawn.", "small dim", "middle")
+    picture.write()
+
+
+# ---- cache.svg
+
+
+def measured(rounds=5):
+    """{position: (with cache, without)}: seconds for the token at that position, medians over rounds that take turns.
+
+    Without a cache the whole text is fed again for each token. The model is random and small, so that this takes seconds.
+    On a CPU the process's own time is counted, which other programs on the machine hardly change.
+    """
+    cpu = mx.default_device().type == mx.cpu
+    clock = time.process_time if cpu else time.perf_counter
+    config = checkpoints.make_config(hidden_size=96, head_dim=24, num_hidden_layers=2, intermediate_size=288, vocab_size=512)
+    config["plain"] = cpu
+    weights, times = checkpoints.random_weights(config), {position: ([], []) for position in (1, *range(100, 801, 100))}
+    cache = llm.make_cache(weights, config, max(times))
+
+    def seconds(count, cache, offset):
+        start = clock()
+        mx.eval(llm.forward([5] * count, weights, config, cache, offset))
+        return clock() - start
+
+    for _ in range(rounds):
+        for position, (cached, fresh) in times.items():
+            cached += [seconds(1, cache, position - 1) for _ in range(20)]
+            fresh.append(seconds(position, llm.make_cache(weights, config, position), 0))
+    return {position: (statistics.median(cached), statistics.median(fresh)) for position, (cached, fresh) in times.items()}
+
+
+def cache():
+    """Time per token with and without the KV cache, as multiples of the first token's time."""
+    times = measured()
+    first = times[1][0]
+    positions = list(times)
+    cached, fresh = ([times[position][kind] / first for position in positions] for kind in (0, 1))
+    left, right, top, bottom = 92, 690, 92, 352
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if max(fresh) / s <= 6)
+    high = step * math.ceil(max(fresh) / step)
+    picture = Picture("cache", 432, "Time per token with and without the KV cache",
+                      f"A measured curve. Without the cache the token at position {positions[-1]} takes {fresh[-1]:.0f} times as long as "
+                      f"the first one; with the cache {cached[-1]:.1f} times as long.")
+
+    def place(position, value):
+        return left + (right - left) * position / positions[-1], bottom - (bottom - top) * value / high
+
+    picture.text(WIDTH / 2, 36, "Time for one more token", "head", "middle")
+    picture.text(22, 72, "times the first token\N{RIGHT SINGLE QUOTATION MARK}s time", "small dim")
+    for value in range(0, high + 1, step):
+        picture.path([(left, place(0, value)[1]), (right, place(0, value)[1])], "line", 1)
+        picture.text(left - 10, place(0, value)[1] + 5, f"{value:,}", "small dim", "end")
+    for position in range(0, positions[-1] + 1, 200):
+        picture.text(place(position, 0)[0], bottom + 24, str(position), "small dim", "middle")
+    picture.text((left + right) / 2, bottom + 54, "position of the token in the text", "small dim", "middle")
+    for values, tone in ((fresh, "orange"), (cached, "blue")):
+        points = [place(*point) for point in zip(positions, values)]
+        picture.path(points, tone, 3)
+        for point in points:
+            picture.dot(*point, 4.5, tone)
+    picture.text(place(430, 0)[0], place(0, fresh[5])[1] - 4, "without the cache", "bold orange", "end")
+    picture.text(place(430, 0)[0], place(0, fresh[5])[1] + 16, "all tokens are computed again", "small dim", "end")
+    picture.text(right, place(0, cached[-1])[1] - 32, f"with the cache: {cached[-1]:.1f} times at {positions[-1]}", "bold blue", "end")
+    picture.text(right, place(0, cached[-1])[1] - 13, "only the new token is computed", "small dim", "end")
+    picture.write()
+
+
+# ---- Command line
+
+PICTURES = {"demo": (demo, None), "pipeline": (pipeline, "own"), "rope": (rope, mx.float32), "attention": (attention, mx.float32),
+            "gqa": (gqa, mx.float32), "lens": (lens, "own"), "sampling": (sampling, mx.float32), "cache": (cache, None)}
+
+
+def faults():
+    """What is wrong with the pictures in .github/, one line each."""
+    found, wanted = [], fingerprint()
+    for name in PICTURES:
+        path = FOLDER / f"{name}.svg"
+        text = path.read_text("utf-8") if path.exists() else ""
+        drawn_from = re.search(r"model\.safetensors, sha256 ([0-9a-f]{64}) -->", text)
+        if not text:
+            found.append(f"{path.name} is missing")
+        elif not drawn_from or drawn_from[1] != wanted:
+            found.append(f"{path.name} was drawn from another model")
+        elif len(text.encode()) > 60_000:
+            found.append(f"{path.name} has more than 60 kB")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="pictures to draw; all of them if none is named", metavar="NAME")
+    parser.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is missing or out of date")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(PICTURES):
+        parser.error(f"no such picture: {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+    if args.check:
+        found = faults()
+        print("\n".join(found) + "\npython tests/figures.py draws them again" if found else f"{len(PICTURES)} pictures are up to date")
+        return 1 if found else 0
+    models = {}
+    for name in args.names or PICTURES:
+        draw, dtype = PICTURES[name]
+        if dtype and dtype not in models:
+            models[dtype] = Model(None if dtype == "own" else dtype)
+        draw(*[models[dtype]] if dtype else [])
+        print(FOLDER.name + f"/{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
