@@ -27,7 +27,7 @@ def load(folder, dtype=None):
     """
     def read(name, parse=lambda path: dict(json.loads(Path(path).read_bytes()))):
         path = Path(folder, name)
-        if not path.is_file(): raise ValueError(f"{path} is missing: a model is config.json, tokenizer.json, model.safetensors")
+        if not path.is_file(): raise ValueError(f"{path} is missing: a model is config.json, tokenizer.json, model.safetensors, no GGUF")
         if b"git-lfs" in path.open("rb").read(40): raise ValueError(f"{path} is a Git LFS pointer; git lfs pull gets the file")
         try: return parse(str(path))
         except Exception as error: raise ValueError(f"{path} is incomplete or damaged, download it again ({error})")
@@ -227,7 +227,7 @@ def stream(token_ids, tokenizer, answer):
 def main():
     """Continue a prompt with Qwen3, or chat. stdout gets the answer, stderr the rest.
 
-      llm_inference.py ["Some text"]         continue it; - reads it from stdin
+      llm_inference.py ["The capital of France is"]    - reads the text from stdin
       llm_inference.py --chat ["Message"]    answer it, or converse until Ctrl-D
 
     --model M         a folder, or a hub name like mlx-community/Qwen3-0.6B-4bit
@@ -277,7 +277,7 @@ def main():
         if room > cache[0][0].shape[1]: cache = [[mx.pad(a, [(0, 0), (0, room), (0, 0)]) for a in pair] for pair in cache]
         offset = len(os.path.commonprefix([fed, ids[:-1]]))  # what the cache holds of this already
         if args.explain: runpy.run_path(str(HERE / "tests/explain.py"))["explain"](ids, weights, config, tokenizer)
-        if prompt: note(f"Prompt: {prompt}\n{'-' * 60}")
+        if prompt: note(f"Prompt: {prompt}", "-" * 60, *[f"(reading {len(ids)} tokens)"] * (len(ids) > CHUNK), sep="\n")
         answer, start, prefill = [], time.perf_counter(), 0
         with contextlib.nullcontext() if prompt else contextlib.suppress(KeyboardInterrupt):
             tokens = generate(ids[offset:], weights, config, config["eos_token_id"], cache=cache, offset=offset, **numbers)

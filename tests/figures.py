@@ -20,6 +20,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import unicodedata
 from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
@@ -49,6 +50,7 @@ text{font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvet
 font-size:16px;fill:var(--ink)}
 .mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace;white-space:pre}
 .head{font-size:18px;font-weight:600}.small{font-size:15px}.dim{fill:var(--dim)}.bold{font-weight:600}
+.halo{paint-order:stroke;stroke:var(--bg);stroke-width:6px;stroke-linejoin:round}
 .blue{fill:var(--blue)}.orange{fill:var(--orange)}.teal{fill:var(--teal)}
 """
 
@@ -69,20 +71,35 @@ class Picture:
         anchor = f' text-anchor="{anchor}"' if anchor != "start" else ""
         self.add(f'<text x="{number(x)}" y="{number(y)}"{classes}{anchor}{extra}>{escape(content, quote=False)}</text>')
 
+    def centre(self, x, y, content, classes="", extra=""):
+        self.text(x, y, content, classes, "middle", extra)
+
+    def right(self, x, y, content, classes="", extra=""):
+        self.text(x, y, content, classes, "end", extra)
+
+    def heading(self, content, y=36):
+        self.centre(WIDTH / 2, y, content, "head")
+
     def box(self, x, y, width, height, fill="bg", stroke="line", radius=6, extra=""):
         """A rectangle; fill and stroke are colour names, or none."""
         self.add(f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="{radius}" '
                  f'fill="{color(fill)}" stroke="{color(stroke)}"{extra}/>')
 
+    def cell(self, x, y, width, height, share):
+        """A cell of a table, the more coloured the larger the share (0 to 1) it stands for."""
+        self.box(x, y, width, height, "heat", "line", 4, f' fill-opacity="{share:.2f}"')
+
     def path(self, points, stroke="line", width=2, arrow=False, extra=""):
         """A line through points [(x, y), ...], with an arrowhead at its end if asked for."""
         data = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
-        self.add(f'<path d="{data}" fill="none" stroke="{color(stroke)}" stroke-width="{width}" stroke-linejoin="round"{extra}/>')
+        self.add(f'<path d="{data}" fill="none" stroke="{color(stroke)}" stroke-width="{width}" '
+                 f'stroke-linejoin="round"{extra}/>')
         if arrow:
             (x0, y0), (x, y) = points[-2:]
             angle, size = math.atan2(y - y0, x - x0), 4 + 2.5 * width
-            corners = [(x, y)] + [(x - size * math.cos(angle + turn), y - size * math.sin(angle + turn)) for turn in (-.45, .45)]
-            self.add(f'<path d="M{"L".join(f"{number(a)} {number(b)}" for a, b in corners)}Z" fill="{color(stroke)}"/>')
+            wings = [(x - size * math.cos(angle + turn), y - size * math.sin(angle + turn)) for turn in (-.45, .45)]
+            head = "L".join(f"{number(a)} {number(b)}" for a, b in [(x, y), *wings])
+            self.add(f'<path d="M{head}Z" fill="{color(stroke)}"/>')
 
     def dot(self, x, y, radius, fill="ink", stroke="none", extra=""):
         self.add(f'<circle cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" fill="{color(fill)}" '
@@ -96,6 +113,23 @@ class Picture:
             self.text(x + width / 2, y + height / 2 + 5.5 + 19 * (index - (len(lines) - 1) / 2), line,
                       "small dim" if index else classes or "bold", "middle")
 
+    def axes(self, left, right, top, bottom, across, low, high, marks):
+        """Grid and numbers of a chart, 0..across by round steps between low and high; returns (x, y) -> its place."""
+        rounds = (factor * 10 ** power for power in range(-1, 9) for factor in (1, 2, 5))
+        step = next(step for step in rounds if (high - low) / step <= 6)
+        low, high = math.floor(low / step), math.ceil(high / step)
+
+        def place(x, y):
+            return left + (right - left) * x / across, bottom - (bottom - top) * (y / step - low) / (high - low)
+
+        for index in range(low, high + 1):
+            y = place(0, index * step)[1]
+            self.path([(left, y), (right, y)], "line", 1)
+            self.right(left - 10, y + 5, f"{index * step:g}".replace("-", "\N{MINUS SIGN}"), "small dim")
+        for mark in range(0, across + 1, marks):
+            self.centre(place(mark, 0)[0], bottom + 22, str(mark), "small dim")
+        return place
+
     def write(self, background="bg"):
         """The file: title and description for those who listen, style, panel, elements, and the model's fingerprint."""
         text = "\n".join([
@@ -105,7 +139,8 @@ class Picture:
             f"<style>{self.style}</style>",
             f'<rect x="1" y="1" width="{WIDTH - 2}" height="{number(self.height - 2)}" rx="12" fill="{color(background)}" '
             f'stroke="{color("edge")}"/>', *self.parts,
-            f"<!-- drawn by tests/figures.py from tests/Qwen3-mini/model.safetensors, sha256 {fingerprint()} -->", "</svg>", ""])
+            f"<!-- drawn by tests/figures.py from tests/Qwen3-mini/model.safetensors, sha256 {fingerprint()} -->",
+            "</svg>", ""])
         ElementTree.fromstring(text)
         FOLDER.mkdir(exist_ok=True)
         (FOLDER / f"{self.name}.svg").write_text(text, "utf-8")
@@ -123,6 +158,16 @@ def color(name):
 def quoted(token):
     """A token as the pictures show it: in quotes, so that its leading space is seen."""
     return repr(token)
+
+
+def typed(text):
+    """Running text in typographic quotes."""
+    return f"\N{LEFT DOUBLE QUOTATION MARK}{text}\N{RIGHT DOUBLE QUOTATION MARK}"
+
+
+def fitted(text, room):
+    """The attribute that squeezes a monospaced text into `room` units, where it needs more."""
+    return f' textLength="{number(room)}" lengthAdjust="spacingAndGlyphs"' if 9.7 * cells(text) > room else ""
 
 
 def percent(p):
@@ -154,7 +199,7 @@ class Model:
         return llm.make_cache(self.weights, self.config, size)
 
     def probabilities(self, ids):
-        """For the token after `ids`, computed as --explain does it: with a filled cache, so that even the last digit agrees."""
+        """For the token after `ids`; with a filled cache, as --explain does it, so that even the last digit agrees."""
         cache = self.cache(len(ids))
         mx.eval(llm.forward(ids, self.weights, self.config, cache, 0))
         logits = llm.forward(ids[-1:], self.weights, self.config, cache, len(ids) - 1)
@@ -191,7 +236,7 @@ def attention_maps(model, ids):
 
 
 def telling_head(maps, tokens, target):
-    """(layer, head), from 0: where the last token looks at `target` most, if the other rows are no monotony either."""
+    """(layer, head), from 0: where the last token looks at `target`, preferring heads whose other rows differ, too."""
     column = tokens.index(target)
 
     def variety(rows):
@@ -221,6 +266,11 @@ def captured():
     return output.decode().replace("\r\n", "\n").rstrip("\n").split("\n")
 
 
+def cells(text):
+    """The columns that a terminal needs for the text: two for a Chinese character."""
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
 def demo():
     """A terminal: the command and what it prints, the answer's words lighting up one by one."""
     line_height, left, top = 23, 26, 78
@@ -229,19 +279,21 @@ def demo():
     end = next(i for i, line in enumerate(lines) if line.startswith(("(cut", "Time:")) and i > start)
     answer = " ".join(lines[start:end]).removeprefix("Output: ").removeprefix(PROMPT)
     head, time_line = lines[:start], next(line for line in lines[end:] if line.startswith("Time:"))
-    columns = max(map(len, ["$ " + COMMAND, *head]))
+    columns = max(map(cells, ["$ " + COMMAND, *head]))
     advance = (WIDTH - 2 * left) / columns
 
     # As many whole sentences as fit into three lines; the rest of the answer is left out, and three dots say so.
     body = textwrap.wrap("Output: " + PROMPT + answer, columns)
     if len(body) > 3:
         cut = " ".join(body[:3])
-        body = textwrap.wrap(cut[:cut.rindex(". ") + 1] + " ...", columns)
+        body = textwrap.wrap((cut[:cut.rfind(". ") + 1] or cut) + " ...", columns)
     tail = textwrap.wrap(time_line, columns, subsequent_indent="      ")
     rows = 1 + len(head) + len(body) + len(tail)
-    style = f"\n.mono{{font-size:{advance / 0.6:.1f}px;fill:#d5dbe3}}" + """.mute{fill:#96a1af}.green{fill:#7fd49a}.told{fill:#fff;font-weight:700}.sky{fill:#8cc0f5}
+    style = f".mono{{font-size:{advance / 0.6:.1f}px;fill:#d5dbe3}}" + """
+.mute{fill:#96a1af}.green{fill:#7fd49a}.sky{fill:#8cc0f5}.told{fill:#fff;font-weight:700}
 @keyframes word{from{fill-opacity:.4}to{fill-opacity:1}}
-.told{animation:word .15s both}@media (prefers-reduced-motion:reduce){.told{animation:none}}"""
+.told{animation:word .15s both}@media (prefers-reduced-motion:reduce){.told{animation:none}}
+"""
     picture = Picture("demo", top + rows * line_height + 14, "The program run with --explain in a terminal",
                       f"A terminal. The command {COMMAND} prints the five tokens of '{PROMPT}', the likeliest next token "
                       f"after each layer, the five likeliest next tokens, the size of the cache, and the answer: "
@@ -256,7 +308,7 @@ def demo():
         """One terminal line of (text, class) or (text, class, delay) pieces, as wide as its characters in any font."""
         nonlocal y
         spans = [(*span, None)[:3] for span in spans if span[0]]
-        length = sum(len(text) for text, *_ in spans)
+        length = sum(cells(text) for text, *_ in spans)
         pieces = "".join(f'<tspan class="{kind}"' + (f' style="animation-delay:{delay:.2f}s"' if delay is not None else "")
                          + f">{escape(text, quote=False)}</tspan>" for text, kind, delay in spans)
         if length:
@@ -307,11 +359,11 @@ def pipeline(model):
     x, right = 206, 690  # the stream; the right edge of what hangs on it
 
     def shape(y, text):
-        picture.text(x - 14, y, text, "small teal", "end")
+        picture.right(x - 14, y, text, "small teal")
 
     # Text and tokens.
-    picture.text(76, 42, "text", "dim", "start")
-    picture.text(x - 46, 42, f"\N{LEFT DOUBLE QUOTATION MARK}{PROMPT}\N{RIGHT DOUBLE QUOTATION MARK}", "head")
+    picture.text(76, 42, "text", "dim")
+    picture.text(x - 46, 42, typed(PROMPT), "head")
     picture.path([(x, 54), (x, 84)], "dim", 2, True)
     picture.text(x + 14, 74, "the tokenizer cuts it into known pieces", "small dim")
     edge = x - 46
@@ -321,8 +373,8 @@ def pipeline(model):
         name = quoted(model.token(token_id))
         width = 26 + 8.8 * len(name)
         picture.box(edge, 88, width, 56, "soft", "blue")
-        picture.text(edge + width / 2, 110, name, "mono small", "middle")
-        picture.text(edge + width / 2, 133, str(token_id), "mono small dim", "middle")
+        picture.centre(edge + width / 2, 110, name, "mono small")
+        picture.centre(edge + width / 2, 133, str(token_id), "mono small dim")
         edge += width + 6
 
     # Embedding, where the stream begins.
@@ -335,8 +387,8 @@ def pipeline(model):
 
     # The block.
     picture.box(96, 262, right - 96 + 12, 410, "none", "line", 12, ' stroke-width="2" stroke-dasharray="7 5"')
-    picture.text(right, 286, f"one block; there are {N}, one after the other", "small bold", "end")
-    picture.text(x - 26, 472, "residual stream", "bold blue", "middle", f' transform="rotate(-90 {x - 26} 472)"')
+    picture.right(right, 286, f"one block; there are {N}, one after the other", "small bold")
+    picture.centre(x - 26, 472, "residual stream", "bold blue", f' transform="rotate(-90 {x - 26} 472)"')
 
     def branch(y, name, sizes, plus):
         """Off the line into RMSNorm and the box beside it, and back onto the line at the plus."""
@@ -348,19 +400,19 @@ def pipeline(model):
         picture.dot(x, plus, 14, "bg", "blue", ' stroke-width="2.5"')
         picture.path([(x - 7, plus), (x + 7, plus)], "blue", 2.5)
         picture.path([(x, plus - 7), (x, plus + 7)], "blue", 2.5)
-        picture.text(x + 236, plus - 14, sizes, "small teal", "end")
+        picture.right(x + 236, plus - 14, sizes, "small teal")
 
     branch(334, "attention\nlooks back", f"{H} heads of {d} numbers", 424)
     branch(518, "SwiGLU\neach by itself", f"{D} {TO} {F} {TO} {D} numbers", 608)
     picture.box(x + 362, 304, 116, 60, "cool", "teal")
-    picture.text(x + 420, 330, "KV cache", "bold", "middle")
-    picture.text(x + 420, 350, "the past", "small dim", "middle")
+    picture.centre(x + 420, 330, "KV cache", "bold")
+    picture.centre(x + 420, 350, "the past", "small dim")
     picture.path([(x + 314, 322), (x + 360, 322)], "teal", 2.5, True)
     picture.path([(x + 362, 346), (x + 316, 346)], "teal", 2.5, True)
-    picture.text(x + 420, 386, "of each token:", "small dim", "middle")
-    picture.text(x + 420, 405, f"{K} keys, {K} values", "small teal", "middle")
-    picture.text(x + 420, 424, f"of {d} numbers", "small teal", "middle")
-    picture.text(right, 654, f"{L} {BY} {D} numbers go in, {L} {BY} {D} come out", "small teal", "end")
+    picture.centre(x + 420, 386, "of each token:", "small dim")
+    picture.centre(x + 420, 405, f"{K} keys, {K} values", "small teal")
+    picture.centre(x + 420, 424, f"of {d} numbers", "small teal")
+    picture.right(right, 654, f"{L} {BY} {D} numbers go in, {L} {BY} {D} come out", "small teal")
 
     # Out of the stream.
     picture.text(x + 16, 724, "only the last token's vector goes on", "small dim")
@@ -377,10 +429,10 @@ def pipeline(model):
     name = quoted(model.token(best))
     width = 30 + 9 * len(f"{name}  {best}")
     picture.box(x - width / 2, 926, width, 32, "soft", "blue")
-    picture.text(x, 947, f"{name}  {best}", "mono small", "middle")
+    picture.centre(x, 947, f"{name}  {best}", "mono small")
     picture.text(x + width / 2 + 14, 947, f"probability {percent(p[best].item())}", "small dim")
     picture.path([(x - width / 2, 942), (44, 942), (44, 116), (x - 48, 116)], "orange", 2.5, True)
-    picture.text(32, 540, "the new token is appended and goes round again", "small orange", "middle", ' transform="rotate(-90 32 540)"')
+    picture.centre(32, 540, "the new token is appended and goes round again", "small orange", ' transform="rotate(-90 32 540)"')
     picture.write()
 
 
@@ -410,15 +462,16 @@ def rope(model):
 
     slow, positions, radius = 3, range(7), 118
     picture = Picture("rope", 738, "RoPE turns pairs of numbers by an angle that grows with the position",
-                      f"Two circles show pairs of numbers of a real query at positions 0 to 6: numbers 0 and {d // 2} turn by one "
-                      f"radian a position, numbers {slow} and {slow + d // 2} by {theta ** (-2 * slow / d):.3f} radians. Below, the "
-                      f"score of query and key over their distance: the curve is the same for a key at position 0 and one at {far}.")
-    picture.text(WIDTH / 2, 36, "The position turns each pair of numbers in a query", "head", "middle")
+                      f"Two circles show pairs of numbers of a real query at positions 0 to 6: numbers 0 and {d // 2} turn "
+                      f"by one radian a position, numbers {slow} and {slow + d // 2} by {theta ** (-2 * slow / d):.3f} radians. "
+                      f"Below, the score of query and key over their distance: the curve is the same for a key at position 0 "
+                      f"and one at {far}.")
+    picture.heading("The position turns each pair of numbers in a query")
     for pair, cx, name in ((0, 190, "fast"), (slow, 530, "slow")):
         cy, angle = 240, theta ** (-2 * pair / d)
-        picture.text(cx, 68, f"numbers {pair} and {pair + d // 2} of {d}: {name}", "bold", "middle")
-        picture.text(cx, 89, f"{angle:.3g} radian{'s' if angle != 1 else ''} ({math.degrees(angle):.2g}\N{DEGREE SIGN}) a position",
-                     "small dim", "middle")
+        picture.centre(cx, 68, f"numbers {pair} and {pair + d // 2} of {d}: {name}", "bold")
+        unit = "radian" if angle == 1 else "radians"
+        picture.centre(cx, 89, f"{angle:.3g} {unit} ({math.degrees(angle):.2g}\N{DEGREE SIGN}) a position", "small dim")
         picture.dot(cx, cy, radius, "none", "line")
         picture.path([(cx - radius, cy), (cx + radius, cy)], "line", 1)
         picture.path([(cx, cy - radius), (cx, cy + radius)], "line", 1)
@@ -433,26 +486,15 @@ def rope(model):
             if pair == 0 or position in (0, positions[-1]):
                 picture.text(cx + ux * (radius + 17), cy + uy * (radius + 17) + 5.5, str(position),
                              "bold orange" if first else "blue", "middle")
-    picture.text(WIDTH / 2, 402, "positions 0 to 6 of the same query: only the direction changes, never the length", "small dim", "middle")
+    picture.centre(WIDTH / 2, 402,
+                   "positions 0 to 6 of the same query: only the direction changes, never the length", "small dim")
 
     # The score over the distance.
     left, right, top, bottom = 84, 690, 496, 668
-    low, high = min(curves[0]), max(curves[0])
-    step = next(s for s in (0.2, 0.5, 1, 2, 5, 10) if (high - low) / s <= 6)
-    low, high = math.floor(low / step) * step, math.ceil(high / step) * step
-
-    def place(distance, value):
-        return left + (right - left) * distance / distances[-1], bottom - (bottom - top) * (value - low) / (high - low)
-
-    picture.text(WIDTH / 2, 450, "So the score of a query and a key knows only their distance", "head", "middle")
-    picture.text(left - 58, 480, "score", "small dim")
-    for index in range(round((high - low) / step) + 1):
-        value = low + index * step
-        picture.path([(left, place(0, value)[1]), (right, place(0, value)[1])], "line", 1)
-        picture.text(left - 10, place(0, value)[1] + 5, f"{value:g}".replace("-", "\N{MINUS SIGN}"), "small dim", "end")
-    for distance in range(0, distances[-1] + 1, 20):
-        picture.text(place(distance, 0)[0], bottom + 22, str(distance), "small dim", "middle")
-    picture.text((left + right) / 2, bottom + 48, "distance: how many tokens the key is back", "small dim", "middle")
+    picture.heading("So the score of a query and a key knows only their distance", 450)
+    picture.text(26, 480, "score", "small dim")
+    place = picture.axes(left, right, top, bottom, distances[-1], min(curves[0]), max(curves[0]), 20)
+    picture.centre((left + right) / 2, bottom + 48, "distance: how many tokens the key is back", "small dim")
     picture.path([place(*point) for point in zip(distances, curves[0])], "orange", 7, extra=' opacity=".55"')
     for distance, value in zip(distances, curves[1]):
         picture.dot(*place(distance, value), 3.4, "blue")
@@ -476,31 +518,31 @@ def attention(model):
     left, top, width, height = 176, 132, 102, 62
     most = max(range(size), key=lambda column: rows[-1][column])
     picture = Picture("attention", top + size * height + 66, "What each token takes from the tokens before it",
-                      f"A table of attention weights of layer {layer + 1}, head {head + 1}, for '{PROMPT}'. Each row adds up to 100%. "
-                      f"The cells above the diagonal are hatched: no token sees later ones. The last token, {quoted(tokens[-1])}, "
+                      f"A table of attention weights of layer {layer + 1}, head {head + 1}, for '{PROMPT}'. Each row adds up "
+                      "to 100%. The cells above the diagonal are hatched: no token sees later ones. "
+                      f"The last token, {quoted(tokens[-1])}, "
                       f"takes {percent(rows[-1][most])} from {quoted(tokens[most])}.")
     picture.add(f'<defs><pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
                 f'<path d="M0 0V8" stroke="{color("line")}" stroke-width="2"/></pattern></defs>')
-    picture.text(WIDTH / 2, 36, f"Attention weights in layer {layer + 1} of {model.layers}, head {head + 1} of {len(maps[layer])}", "head", "middle")
-    picture.text(left + size * width / 2, 82, "takes this much from", "small dim", "middle")
-    picture.text(left - 18, 118, "this token", "small dim", "end")
+    picture.heading(f"Attention weights in layer {layer + 1} of {model.layers}, head {head + 1} of {len(maps[layer])}")
+    picture.centre(left + size * width / 2, 82, "takes this much from", "small dim")
+    picture.right(left - 18, 118, "this token", "small dim")
     for i, token in enumerate(tokens):
-        picture.text(left + (i + .5) * width, top - 14, quoted(token), "mono", "middle", f' textLength="{min(92, 9.6 * len(quoted(token))):g}" lengthAdjust="spacingAndGlyphs"')
-        picture.text(left - 18, top + (i + .5) * height + 6, quoted(token), "mono", "end")
+        picture.centre(left + (i + .5) * width, top - 14, quoted(token), "mono", fitted(quoted(token), width - 8))
+        picture.right(left - 18, top + (i + .5) * height + 6, quoted(token), "mono")
         for j in range(size):
             x, y = left + j * width, top + i * height
             if j > i:
                 picture.box(x + 2, y + 2, width - 4, height - 4, "url(#hatch)", "line", 4)
                 continue
-            picture.box(x + 2, y + 2, width - 4, height - 4, "heat", "none", 4, f' fill-opacity="{0.06 + 0.94 * rows[i][j]:.2f}"')
-            strong = i == size - 1 and j == most
-            picture.box(x + 2, y + 2, width - 4, height - 4, "none", "orange" if strong else "line", 4,
-                        ' stroke-width="3"' if strong else "")
-            picture.text(x + width / 2, y + height / 2 + 6, percent(rows[i][j]), "bold" if rows[i][j] >= .5 else "", "middle")
+            picture.cell(x + 2, y + 2, width - 4, height - 4, rows[i][j])
+            if i == size - 1 and j == most:
+                picture.box(x + 2, y + 2, width - 4, height - 4, "none", "orange", 4, ' stroke-width="3"')
+            picture.centre(x + width / 2, y + height / 2 + 6, percent(rows[i][j]), "bold" if rows[i][j] >= .5 else "")
     y = top + size * height + 36
     picture.box(left + 2, y - 15, 26, 20, "url(#hatch)", "line", 4)
     picture.text(left + 38, y, "later tokens: never seen", "small dim")
-    picture.text(left + size * width, y, "each row adds up to 100%", "small dim", "end")
+    picture.right(left + size * width, y, "each row adds up to 100%", "small dim")
     picture.write()
 
 
@@ -508,29 +550,30 @@ def gqa(model):
     """Who shares keys and values with whom: MHA, GQA and MQA side by side."""
     H, K = model.config["num_attention_heads"], model.config["num_key_value_heads"]
     picture = Picture("gqa", 306, "Query heads share key/value heads",
-                      f"Three diagrams with {H} query heads each. Multi-head attention has {H} key/value heads, one per query head. "
-                      f"Grouped-query attention, which Qwen3 uses, has {K} here, each serving {H // K} query heads. Multi-query "
-                      "attention has one for all. Fewer key/value heads make the KV cache smaller.")
+                      f"Three diagrams with {H} query heads each. Multi-head attention has {H} key/value heads, one per query "
+                      f"head. Grouped-query attention, which Qwen3 uses, has {K} here, each serving {H // K} query heads. "
+                      "Multi-query attention has one for all. Fewer key/value heads make the KV cache smaller.")
     panel = WIDTH / 3
-    for index, (name, long, heads) in enumerate((("MHA", "multi-head", H), ("GQA", "grouped-query", K), ("MQA", "multi-query", 1))):
+    kinds = ("MHA", "multi-head", H), ("GQA", "grouped-query", K), ("MQA", "multi-query", 1)
+    for index, (name, long, heads) in enumerate(kinds):
         left, ours = 14 + index * (panel - 4), heads == K
         picture.box(left, 14, panel - 16, 278, "soft" if ours else "none", "blue" if ours else "line", 10)
         middle, step = left + (panel - 16) / 2, 50
-        picture.text(middle, 44, name + (" (Qwen3)" if ours else ""), "head", "middle")
-        picture.text(middle, 66, f"{long} attention", "small dim", "middle")
+        picture.centre(middle, 44, name + (" (Qwen3)" if ours else ""), "head")
+        picture.centre(middle, 66, f"{long} attention", "small dim")
         group = H // heads
         tops = [middle + (i - (H - 1) / 2) * step for i in range(H)]
         lows = [sum(tops[i * group:(i + 1) * group]) / group for i in range(heads)]
         for i, x in enumerate(tops):
             picture.path([(x, 142), (lows[i // group], 184)], "dim", 2)
             picture.box(x - 19, 108, 38, 34, "warm", "orange", 6)
-            picture.text(x, 130, f"Q{i + 1}", "small bold", "middle")
+            picture.centre(x, 130, f"Q{i + 1}", "small bold")
         for i, x in enumerate(lows):
             picture.box(x - 22, 184, 44, 34, "cool", "teal", 6)
-            picture.text(x, 206, f"KV{i + 1}", "small bold", "middle")
-        picture.text(middle, 97, f"{H} query heads", "small dim", "middle")
-        picture.text(middle, 240, f"{heads} key/value head{'s' if heads > 1 else ''}", "small dim", "middle")
-        picture.text(middle, 274, f"cache size: {percent(heads / H)}", "bold", "middle")
+            picture.centre(x, 206, f"KV{i + 1}", "small bold")
+        picture.centre(middle, 97, f"{H} query heads", "small dim")
+        picture.centre(middle, 240, f"{heads} key/value head{'s' if heads > 1 else ''}", "small dim")
+        picture.centre(middle, 274, f"cache size: {percent(heads / H)}", "bold")
     picture.write()
 
 
@@ -544,34 +587,32 @@ def lens(model):
     next(llm.generate(ids, model.weights, model.config, (), 1, cache=cache))
     left, top, width, height = 108, 128, 116, 56
     picture = Picture("lens", top + model.layers * height + 76, "The logit lens: what the model would say after each layer",
-                      f"A table for '{PROMPT}' with one row per layer and one column per token. Each cell holds the likeliest next "
-                      "token if the model ended there, darker where it is surer. ")
-    picture.text(WIDTH / 2, 36, "What would come next if the model ended after this layer?", "head", "middle")
-    picture.text(left - 14, top - 18, "after", "small dim", "end")
-    picture.text(left + len(ids) * width / 2, 74, "the text up to this token", "small dim", "middle")
+                      f"A table for '{PROMPT}' with one row per layer and one column per token. Each cell holds the likeliest "
+                      "next token if the model ended there, with more colour where it is surer. ")
+    picture.heading("What would come next if the model ended after this layer?")
+    picture.right(left - 14, top - 18, "after", "small dim")
+    picture.centre(left + len(ids) * width / 2, 74, "the text up to this token", "small dim")
     last = ""
     for i, token_id in enumerate(ids):
-        picture.text(left + (i + .5) * width, top - 18, quoted(model.token(token_id)), "mono bold", "middle")
+        picture.centre(left + (i + .5) * width, top - 18, quoted(model.token(token_id)), "mono bold")
         for layer in range(model.layers):
             logits = llm.forward([token_id], model.weights, model.config | {"num_hidden_layers": layer + 1}, cache, i)
             p = mx.softmax(logits.astype(mx.float32))
             best = mx.argmax(p).item()
             last, sure = quoted(model.token(best)), p[best].item()
             x, y = left + i * width, top + layer * height
-            picture.box(x + 2, y + 2, width - 4, height - 4, "heat", "none", 4, f' fill-opacity="{sure:.2f}"')
-            picture.box(x + 2, y + 2, width - 4, height - 4, "none", "line", 4)
-            fit = f' textLength="{width - 12}" lengthAdjust="spacingAndGlyphs"' if 9.1 * len(last) > width - 12 else ""
-            picture.text(x + width / 2, y + 24, last, "mono small bold", "middle", fit)
-            picture.text(x + width / 2, y + 44, percent(sure), "small", "middle")
+            picture.cell(x + 2, y + 2, width - 4, height - 4, sure)
+            picture.centre(x + width / 2, y + 24, last, "mono small bold", fitted(last, width - 12))
+            picture.centre(x + width / 2, y + 44, percent(sure), "small")
     for layer in range(model.layers):
-        picture.text(left - 14, top + (layer + .5) * height + 6, f"layer {layer + 1}", "bold" if layer == model.layers - 1 else "", "end")
+        picture.right(left - 14, top + (layer + .5) * height + 6, f"layer {layer + 1}")
     bottom = top + model.layers * height
     picture.box(left - 1, bottom - height - 1, len(ids) * width + 2, height + 2, "none", "orange", 6, ' stroke-width="2.5"')
-    picture.text(left - 14, bottom + 32, "surer:", "small dim", "end")
+    picture.right(left - 14, bottom + 32, "surer:", "small dim")
     for index in range(5):
-        picture.box(left + 2 + 52 * index, bottom + 17, 48, 22, "heat", "line", 4, f' fill-opacity="{index / 4}"')
-        picture.text(left + 26 + 52 * index, bottom + 57, f"{25 * index}%", "small dim", "middle")
-    picture.text(left + len(ids) * width, bottom + 34, "framed: what the whole model says", "small orange", "end")
+        picture.cell(left + 2 + 52 * index, bottom + 17, 48, 22, index / 4)
+        picture.centre(left + 26 + 52 * index, bottom + 57, f"{25 * index}%", "small dim")
+    picture.right(left + len(ids) * width, bottom + 34, "framed: what the whole model says", "small orange")
     picture.description += f"The last layer says {last} after the whole prompt."
     picture.write()
 
@@ -590,32 +631,34 @@ def sampling(model):
         nucleus = next((count for count in range(1, shown) if sum(columns[1.0][:count]) >= top_p), shown)
         if columns[1.0][0] < 0.6 and nucleus not in (top_k, shown):
             break
-    left, top, row, panel = 152, 122, 34, 184
-    picture = Picture("sampling", top + (shown + 1) * row + 62, "The same scores at three temperatures, and the cuts of top-k and top-p",
-                      f"Bars show how likely each next token is after '{prompt}' at temperature 0.5, 1 and 2: low sharpens, high "
-                      f"flattens. At temperature 1, top-k {top_k} keeps the first {top_k} tokens, top-p {top_p} the first {nucleus}.")
-    picture.text(WIDTH / 2, 36, f"What comes after \N{LEFT DOUBLE QUOTATION MARK}{prompt}\N{RIGHT DOUBLE QUOTATION MARK}? The same scores at three temperatures", "head", "middle")
-    most = max(p[0] for p in columns.values())
+    left, top, row, panel = 152, 146, 34, 184
+    picture = Picture("sampling", top + (shown + 1) * row + 62,
+                      "The same scores at three temperatures, and the cuts of top-k and top-p",
+                      f"Bars show how likely each next token is after '{prompt}' at temperature 0.5, 1 and 2: low sharpens, "
+                      f"high flattens. At temperature 1, top-k {top_k} keeps the first {top_k} tokens, top-p {top_p} the first "
+                      f"{nucleus}.")
+    picture.heading(f"What comes after {typed(prompt)}?")
+    picture.centre(WIDTH / 2, 60, "the same scores at three temperatures", "small dim")
+    most = max(max(*p, 1 - sum(p)) for p in columns.values())
     for index, token_id in enumerate(order):
-        picture.text(left - 12, top + index * row + 22, quoted(model.token(token_id)), "mono small", "end")
-    picture.text(left - 12, top + shown * row + 22, "all others", "small dim", "end")
+        picture.right(left - 12, top + index * row + 22, quoted(model.token(token_id)), "mono small")
+    picture.right(left - 12, top + shown * row + 22, "all others", "small dim")
     for column, (T, p) in enumerate(columns.items()):
         x = left + column * (panel + 2)
-        picture.text(x, 80, f"temperature {T:g}", "bold")
-        picture.text(x, 101, {0.5: "sharper", 1.0: "as the model has it", 2.0: "flatter"}[T], "small dim")
+        picture.text(x, 104, f"temperature {T:g}", "bold")
+        picture.text(x, 125, {0.5: "sharper", 1.0: "as the model has it", 2.0: "flatter"}[T], "small dim")
         picture.path([(x, top), (x, top + (shown + 1) * row)], "line", 1.5)
         for index, value in enumerate([*p, 1 - sum(p)]):
-            rest = index == shown
-            length, y = (panel - 62) * value / max(most, 1e-9), top + index * row
-            length = min(length, panel - 62)
-            picture.box(x, y + 6, max(length, 1), row - 12, "line" if rest else "blue", "none", 3)
-            picture.text(x + max(length, 1) + 7, y + 22, percent(value), "small dim" if rest else "small")
+            length, y, rest = max((panel - 62) * value / most, 1), top + index * row, index == shown
+            picture.box(x, y + 6, length, row - 12, "line" if rest else "blue", "none", 3)
+            picture.text(x + length + 7, y + 22, percent(value), "small dim" if rest else "small")
     x = left + panel + 2
     for count, name, tone, shift in ((top_k, f"top-k {top_k}", "teal", 2), (nucleus, f"top-p {top_p}", "orange", -2)):
         y = top + count * row + (shift if top_k == nucleus else 0)  # side by side where both cut at the same place
         picture.path([(x - 6, y), (x + panel - 12, y)], tone, 2.5, extra=' stroke-dasharray="6 4"')
-        picture.text(x + panel - 14, y + (16 if shift > 0 else -6), name, f"small bold {tone}", "end")
-    picture.text(WIDTH / 2, top + (shown + 1) * row + 38, "Under top-k or top-p, no token below the dashed line can be drawn.", "small dim", "middle")
+        picture.right(x + panel - 14, y + (16 if shift > 0 else -6), name, f"small bold {tone}")
+    picture.centre(WIDTH / 2, top + (shown + 1) * row + 38,
+                   "With top-k or top-p, no token below its dashed line can be drawn.", "small dim")
     picture.write()
 
 
@@ -654,39 +697,33 @@ def cache():
     positions = list(times)
     cached, fresh = ([times[position][kind] / first for position in positions] for kind in (0, 1))
     left, right, top, bottom = 92, 690, 92, 352
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if max(fresh) / s <= 6)
-    high = step * math.ceil(max(fresh) / step)
     picture = Picture("cache", 432, "Time per token with and without the KV cache",
-                      f"A measured curve. Without the cache the token at position {positions[-1]} takes {fresh[-1]:.0f} times as long as "
-                      f"the first one; with the cache {cached[-1]:.1f} times as long.")
+                      f"A measured curve. Without the cache the token at position {positions[-1]} takes {fresh[-1]:.0f} times "
+                      f"as long as the first one; with the cache {cached[-1]:.1f} times as long.")
 
-    def place(position, value):
-        return left + (right - left) * position / positions[-1], bottom - (bottom - top) * value / high
-
-    picture.text(WIDTH / 2, 36, "Time for one more token", "head", "middle")
+    picture.heading("Time for one more token")
     picture.text(22, 72, "times the first token\N{RIGHT SINGLE QUOTATION MARK}s time", "small dim")
-    for value in range(0, high + 1, step):
-        picture.path([(left, place(0, value)[1]), (right, place(0, value)[1])], "line", 1)
-        picture.text(left - 10, place(0, value)[1] + 5, f"{value:,}", "small dim", "end")
-    for position in range(0, positions[-1] + 1, 200):
-        picture.text(place(position, 0)[0], bottom + 24, str(position), "small dim", "middle")
-    picture.text((left + right) / 2, bottom + 54, "position of the token in the text", "small dim", "middle")
+    place = picture.axes(left, right, top, bottom, positions[-1], 0, max(fresh), 200)
+    picture.centre((left + right) / 2, bottom + 54, "position of the token in the text", "small dim")
     for values, tone in ((fresh, "orange"), (cached, "blue")):
         points = [place(*point) for point in zip(positions, values)]
         picture.path(points, tone, 3)
         for point in points:
             picture.dot(*point, 4.5, tone)
-    picture.text(place(430, 0)[0], place(0, fresh[5])[1] - 4, "without the cache", "bold orange", "end")
-    picture.text(place(430, 0)[0], place(0, fresh[5])[1] + 16, "all tokens are computed again", "small dim", "end")
-    picture.text(right, place(0, cached[-1])[1] - 32, f"with the cache: {cached[-1]:.1f} times at {positions[-1]}", "bold blue", "end")
-    picture.text(right, place(0, cached[-1])[1] - 13, "only the new token is computed", "small dim", "end")
+    picture.right(place(430, 0)[0], place(0, fresh[5])[1] - 4, "without the cache", "halo bold orange")
+    picture.right(place(430, 0)[0], place(0, fresh[5])[1] + 16, "all tokens are computed again", "halo small dim")
+    picture.right(right, place(0, cached[-1])[1] - 32,
+                  f"with the cache: {cached[-1]:.1f} times at {positions[-1]}", "halo bold blue")
+    picture.right(right, place(0, cached[-1])[1] - 13, "only the new token is computed", "halo small dim")
     picture.write()
 
 
 # ---- Command line
 
-PICTURES = {"demo": (demo, None), "pipeline": (pipeline, "own"), "rope": (rope, mx.float32), "attention": (attention, mx.float32),
-            "gqa": (gqa, mx.float32), "lens": (lens, "own"), "sampling": (sampling, mx.float32), "cache": (cache, None)}
+# Name: (function, the type of the model that it is given: the files' own where the numbers stand in demo.svg, too).
+PICTURES = {"demo": (demo, None), "pipeline": (pipeline, "own"), "rope": (rope, mx.float32),
+            "attention": (attention, mx.float32), "gqa": (gqa, mx.float32), "lens": (lens, "own"),
+            "sampling": (sampling, mx.float32), "cache": (cache, None)}
 
 
 def faults():
@@ -714,7 +751,7 @@ def main():
         parser.error(f"no such picture: {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
     if args.check:
         found = faults()
-        print("\n".join(found) + "\npython tests/figures.py draws them again" if found else f"{len(PICTURES)} pictures are up to date")
+        print("\n".join([*found, "python tests/figures.py draws them again"] if found else ["The pictures are up to date"]))
         return 1 if found else 0
     models = {}
     for name in args.names or PICTURES:
