@@ -2,12 +2,12 @@
 """What happens between a prompt and its answer inside a large language model: Qwen3 in one file, on MLX.
 
     text -> token ids -> embedding -> N x (RMSNorm, attention, RMSNorm, SwiGLU) -> head -> sampling -> token id -> text
-                             ^ each new token goes round again; what it needs of the past waits in the KV cache
+                 ^ each new token starts here again; what it needs of the earlier ones waits in the KV cache
 
 Axis letters, in every signature: L tokens fed now, S tokens so far (earlier ones and these), D hidden size,
 F feed-forward size, V vocabulary, H query heads, K key/value heads, d head_dim. One sequence at a time: no batch axis.
 Sources: Qwen3 (arXiv 2505.09388), RMSNorm (1910.07467), RoPE (2104.09864), grouped-query attention (2305.13245),
-SwiGLU (2002.05202), top-p (1904.09751). Importing loads nothing; functions are pure but for the cache, filled in place.
+SwiGLU (2002.05202), top-p (1904.09751). Importing loads nothing; the model's functions are pure, but fill the cache.
 """
 import argparse, contextlib, functools, itertools, json, os, re, runpy, sys, time
 from pathlib import Path
@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     sys.exit(f"llm_inference.py: {error}; pip install -r requirements.txt helps (on a Mac: macOS 14 and an arm64 Python)")
 
-HERE, CHUNK = Path(__file__).resolve().parent, 512  # CHUNK: prompt tokens a pass; a prefill's memory grows with it
+HERE, CHUNK = Path(__file__).resolve().parent, 256  # CHUNK: prompt tokens a pass; a prefill's memory grows with it
 
 # ---- 1. Checkpoint: a folder goes in; a flat dict of arrays under their published names, config and tokenizer come out.
 
@@ -49,10 +49,9 @@ def load(folder, dtype=None):
              "post_attention_layernorm": (D,), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
     shapes = {f"model.layers.{layer}.{name}": shape for layer in range(N) for name, shape in block.items()}
     shapes |= {"model.embed_tokens": (V, D), "model.norm": (D,)} | ({} if config["tie_word_embeddings"] else {"lm_head": (V, D)})
-    index = "model.safetensors.index.json"
-    files = set(read(index)["weight_map"].values()) if Path(folder, index).exists() else {"model.safetensors"}
-    weights = {name: array for file in files for name, array in read(file, mx.load).items()
-               if "lm_head" in shapes or not name.startswith("lm_head.")}  # tied, yet the 0.6B file stores the head too
+    index, weights = "model.safetensors.index.json", {}
+    for file in set(read(index)["weight_map"].values()) if Path(folder, index).exists() else ["model.safetensors"]:
+        weights |= {name: array for name, array in read(file, mx.load).items() if "lm_head" in shapes or "lm_head." not in name}
     found = {name: rows(weights, name, shape[-1]) for name, shape in shapes.items() if f"{name}.weight" in weights}
     fits = {name: a.shape if mx.issubdtype(a.dtype, mx.floating) else a.dtype for name, a in found.items()}  # FP8: uint8
     odd = [f"{name} is {fits.get(name, 'missing')}, not {need}" for name, need in shapes.items() if fits.get(name) != need]
@@ -62,9 +61,11 @@ def load(folder, dtype=None):
     mx.eval(weights := {name: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for name, a in weights.items()})
 
     tokenizer = read("tokenizer.json", tokenizers.Tokenizer.from_file)
-    ends = [read(file.name).get(key) for file in Path(folder).glob("*config.json") for key in ("eos_token_id", "eos_token")]
-    ends = {e if isinstance(e, int) else tokenizer.token_to_id(str(e)) for end in ends for e in (end if isinstance(end, list) else [end])}
-    return weights, config | {"eos_token_id": sorted(ends - {None})}, tokenizer  # the files disagree: stop on all they name
+    # Where to stop, the files do not agree: stop on all they name, be it an id, a list of ids or a text.
+    said = [read(file.name).get(key) for file in Path(folder).glob("*config.json") for key in ("eos_token_id", "eos_token")]
+    said = [end for entry in said for end in (entry if isinstance(entry, list) else [entry])]
+    ends = {end if isinstance(end, int) else tokenizer.token_to_id(str(end or "")) for end in said}
+    return weights, config | {"eos_token_id": sorted(ends - {None})}, tokenizer
 
 # ---- 2. Embedding and matrix products: token ids go in; each becomes a row of D numbers, the residual stream.
 
@@ -99,7 +100,7 @@ def apply_rope(x, offset, theta, plain=False):  # (..., L, d) -> (..., L, d)
     positions = mx.arange(offset, offset + L, dtype=mx.float32)  # bfloat16 would round 257 to 256
     angles = positions[:, None] * theta ** (mx.arange(0, d, 2, dtype=mx.float32) / -d)  # (L, d/2)
     cos, sin = mx.cos(angles).astype(x.dtype), mx.sin(angles).astype(x.dtype)
-    a, b = x[..., :d // 2], x[..., d // 2:]  # halves, not neighbours: so the checkpoint's rows are ordered
+    a, b = x[..., :d // 2], x[..., d // 2:]  # pairs are (j, j + d/2): so the checkpoint orders a head's rows
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 # ---- 5. Attention: each token's vector goes in; what it gathers from itself and the tokens before it comes out.
@@ -162,7 +163,7 @@ def sample(logits, temperature=0.0, top_p=1.0, top_k=0):  # (V,) -> ()
     and, of these, the fewest whose probabilities reach top_p. top_k 0 and top_p 1 filter nothing.
     """
     if temperature < 1e-5: return mx.argmax(logits)
-    logits = logits.astype(mx.float32) / temperature  # in bfloat16 the probabilities would add up to 0.91
+    logits = logits.astype(mx.float32) / temperature  # sums of many small probabilities go astray in bfloat16
     ids = mx.argpartition(-logits, top_k - 1)[:top_k] if 0 < top_k < len(logits) else mx.arange(len(logits))
     if top_p >= 1: return ids[mx.random.categorical(logits[ids])]
     ids = ids[mx.argsort(-logits[ids])]  # likeliest first
@@ -185,7 +186,7 @@ def generate(prompt_ids, weights, config, stop, max_tokens=100, temperature=0.0,
         logits = forward(ids[start:start + CHUNK], weights, config, cache, offset + start)
         mx.eval(cache)  # nobody has asked for the logits yet, so the head has not run
 
-    # A NaN would become token 0 without a word: -1 marks it, so that nobody has to wait for a check of the logits.
+    # An id, or -1 where a logit is NaN or infinite (argmax would say 0): checked on the device, so that nobody waits for it.
     choose = lambda logits: mx.where(mx.isfinite(logits).all(), sample(logits, temperature, top_p, top_k).astype(mx.int32), -1)
     mx.async_eval(following := choose(logits))
     for position in range(end, min(last, cache[0][0].shape[1]) + 1):
@@ -203,7 +204,7 @@ note = functools.partial(print, file=sys.stderr, flush=True)
 def find_model(name):
     """--model -> folder: as given, downloaded, or (no weights yet and offline) the bundled miniature."""
     folder = Path(re.sub(r"[^/]*\.safetensors$", "", name) if name else HERE / "Qwen3-0.6B").expanduser()
-    if folder.exists() if name else any(folder.glob("*.safetensors")): return max(folder.glob("snapshots/*"), default=folder)
+    if any(folder.glob("*.safetensors")) or name and folder.exists(): return max(folder.glob("snapshots/*"), default=folder)
     try:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         from huggingface_hub import snapshot_download  # comes with tokenizers; shows progress, resumes
@@ -220,7 +221,7 @@ def stream(token_ids, tokenizer, answer):
     try:
         for token_id in token_ids:
             answer.append(token_id)
-            printed += sys.stdout.write(decoder.step(tokenizer, token_id) or "")
+            printed += sys.stdout.write(decoder.step(tokenizer, token_id) or "")  # write counts what it wrote
             sys.stdout.flush()
     finally: print(tokenizer.decode(answer, skip_special_tokens=False)[printed:], flush=True)
 
@@ -247,11 +248,11 @@ def main():
     parser.format_help, add = lambda: main.__doc__.replace("\n    ", "\n"), parser.add_argument
     add("prompt", nargs="?"), add("--model"), add("--dtype", choices=["float32", "bfloat16", "float16"])
     for flag in "--chat", "--think", "--explain", "--plain": add(flag, action="store_true")
-    numbers = {"temperature": (0, 100, 0.0, 0.7, 0.6), "top_p": (0, 1, 1.0, 0.8, 0.95), "top_k": (0, 10**9, 0, 20, 20), "seed":
-               (0, 2**63, *[time.time_ns()] * 3), "max_tokens": (1, 10**9, 100, 2000, 4000)}  # range; usual, --chat, --think
+    numbers = {"temperature": (0, 100, 0.0, 0.7, 0.6), "top_p": (0, 1, 1.0, 0.8, 0.95),  # range; text, --chat, --think
+               "top_k": (0, 10**9, 0, 20, 20), "max_tokens": (1, 10**9, 100, 2000, 4000), "seed": (0, 2**63, *[time.time_ns()] * 3)}
     for key, (*_, usual) in numbers.items(): add("--" + key.replace("_", "-"), type=type(usual))
     args = parser.parse_args()
-    args.chat |= args.think
+    args.chat |= args.think  # their sum: 0 text, 1 chat, 2 thinking
     for key, (low, high, *usual) in numbers.items():
         value = numbers[key] = usual[args.chat + args.think] if getattr(args, key) is None else getattr(args, key)
         if not low <= value <= high: parser.error(f"--{key.replace('_', '-')} goes from {low} to {high}, not {value}")
@@ -267,8 +268,8 @@ def main():
          f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads)")
     encode = lambda text: tokenizer.encode(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), add_special_tokens=False).ids
     opening, closing, reply, skip = map(encode, ["<|im_start|>", "<|im_end|>\n", "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"])
-    tokenizer.add_special_tokens([token.content for token in tokenizer.get_added_tokens_decoder().values()])
-    tokenizer.encode_special_tokens = args.chat  # what is typed in a chat stays text, <|im_end|> too
+    tokenizer.add_special_tokens([token.content for token in tokenizer.get_added_tokens_decoder().values()])  # <think> as well
+    tokenizer.encode_special_tokens = args.chat  # what is typed in a chat stays text, be it <|im_end|>
     dialogue, fed, cache, limit = [], [], make_cache(weights, config, 0), config["max_position_embeddings"]
     for message in [prompt] if prompt else filter(str.strip, iter(lambda: input("> " if sys.stdout.isatty() else ""), None)):
         dialogue += opening + encode("user\n" + message) + closing
@@ -290,7 +291,7 @@ def main():
         if prompt: note(f"Time: {decode + prefill:.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, decode {count} tokens at "
                         f"{count / decode:.0f} tokens/s, peak memory {mx.get_peak_memory() / 1e9:.2g} GB)")
         text = re.sub("(?s)^.*</think>|^<think>.*", "", tokenizer.decode(answer, skip_special_tokens=False)).lstrip("\n")
-        fed, dialogue = ids + answer[:-1], dialogue + opening + encode("assistant\n" + text) + closing
+        fed, dialogue = ids + answer[:-1] if answer else ids[:offset], dialogue + opening + encode("assistant\n" + text) + closing
 
 if __name__ == "__main__":
     try: status = main()

@@ -919,6 +919,18 @@ def test_broken_json_is_named(folder, file, content):
     assert refusal(folder).startswith(f"/{file}")
 
 
+def test_a_missing_stop_token_is_not_the_word_none(folder):
+    """Qwen's vocabulary has a token "None" (id 4064 there): no eos_token must not make it a stop id."""
+    for name in ("config.json", *OPTIONAL):
+        edit(folder / name, eos_token_id=None, eos_token=None)
+    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+    tokenizer["added_tokens"].append({"id": 159, "content": "None", "single_word": False, "lstrip": False, "rstrip": False,
+                                      "normalized": False, "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    _, config, tokenizer = llm.load(folder)
+    assert tokenizer.token_to_id("None") is not None and config["eos_token_id"] == []
+
+
 @pytest.mark.parametrize("file, key, value, want", [
     ("config.json", "eos_token_id", 7, [7]), ("config.json", "eos_token_id", [9, 7], [7, 9]), ("config.json", "eos_token_id", 0, [0]),
     ("generation_config.json", "eos_token_id", 7, [7]), ("generation_config.json", "eos_token_id", [9, 7], [7, 9]),
