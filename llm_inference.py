@@ -16,7 +16,8 @@ try:
 except ImportError as error:
     sys.exit(f"llm_inference.py: {error}; pip install -r requirements.txt helps (on a Mac: macOS 14 and an arm64 Python)")
 
-HERE, CHUNK = Path(__file__).resolve().parent, 256  # CHUNK: prompt tokens a pass; a prefill's memory grows with it
+# CHUNK: prompt tokens a pass; a prefill's memory grows with it. LANE and BLAS: threads for `linear` on a CPU.
+HERE, CHUNK, LANE, BLAS = Path(__file__).resolve().parent, 256, mx.new_stream(mx.cpu), "openblas" in os.environ.get("LD_PRELOAD", "")
 
 # ---- 1. Checkpoint: a folder goes in; a flat dict of arrays under their published names, config and tokenizer come out.
 
@@ -31,13 +32,12 @@ def load(folder, dtype=None):
         if b"git-lfs" in path.open("rb").read(40): raise ValueError(f"{path} is a Git LFS pointer; git lfs pull gets the file")
         try: return parse(str(path))
         except Exception as error: raise ValueError(f"{path} is incomplete or damaged, download it again ({error})")
-
     config = {"tie_word_embeddings": False, "plain": mx.default_device().type == mx.cpu} | read("config.json")
     for part in "rope_scaling", "rope_parameters", "quantization", "quantization_config": config = (config.get(part) or {}) | config
     runs = {"model_type": "qwen3", "rope_type": "default", "type": "default", "quant_method": None, "mode": "affine",
             "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-    sizes = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads",
-             "num_key_value_heads", "max_position_embeddings", "rope_theta", "rms_norm_eps"]
+    sizes = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
+             "max_position_embeddings", "rope_theta", "rms_norm_eps"]
     odd = [f"{key} is {config[key]!r}, not {need!r}" for key, need in runs.items() if config.get(key) not in (None, need)]
     odd += [f"{key} is not a number" for key in sizes if not isinstance(config.get(key), (int, float))]
     if odd: raise ValueError(f"{folder}/config.json: {'; '.join(odd[:3])} (this file runs dense Qwen3)")
@@ -63,8 +63,7 @@ def load(folder, dtype=None):
     tokenizer = read("tokenizer.json", tokenizers.Tokenizer.from_file)
     # Where to stop, the files do not agree: stop on all they name, be it an id, a list of ids or a text.
     said = [read(file.name).get(key) for file in Path(folder).glob("*config.json") for key in ("eos_token_id", "eos_token")]
-    said = [end for entry in said for end in (entry if isinstance(entry, list) else [entry])]
-    ends = {end if isinstance(end, int) else tokenizer.token_to_id(str(end or "")) for end in said}
+    ends = {e if isinstance(e, int) else tokenizer.token_to_id(str(e or "")) for end in said for e in (end if isinstance(end, list) else [end])}
     return weights, config | {"eos_token_id": sorted(ends - {None})}, tokenizer
 
 # ---- 2. Embedding and matrix products: token ids go in; each becomes a row of D numbers, the residual stream.
@@ -77,11 +76,13 @@ def rows(weights, name, width, index=slice(None)):  # -> (..., width)
 
 def linear(x, weights, name):  # (L, in) -> (L, out)
     """y = x W^T, with W (out, in) as stored: nearly all weights are here, and nearly all the time goes here."""
-    W, scales, width = weights[f"{name}.weight"], weights.get(f"{name}.scales"), x.shape[-1]
-    if scales is None: return (W @ x.T).T if len(x) == 1 else x @ W.T  # for one row, a CPU reads W faster this way round
-    wide = mx.float32 if mx.default_device().type == mx.cpu else x.dtype  # there, 8 times as fast as in bfloat16
-    scales, biases, group = scales.astype(wide), weights[f"{name}.biases"].astype(wide), width // scales.shape[-1]
-    return mx.quantized_matmul(x.astype(wide), W, scales, biases, True, group, W.shape[-1] * 32 // width).astype(x.dtype)
+    W, scales, cpu = weights[f"{name}.weight"], weights.get(f"{name}.scales"), mx.default_device().type == mx.cpu
+    if scales is not None:  # bits and group size are read off the shapes, so they may be mixed; a CPU is slow in 16 bits
+        group, bits, wide = x.shape[-1] // scales.shape[-1], W.shape[-1] * 32 // x.shape[-1], mx.float32 if cpu else x.dtype
+        scales, biases = scales.astype(wide), weights[f"{name}.biases"].astype(wide)
+        return mx.quantized_matmul(x.astype(wide), W, scales, biases, True, group, bits).astype(x.dtype)
+    if not cpu or W.size < 2**20 or W.dtype == mx.float32 and (BLAS or len(x) > 1): return (W @ x.T).T if BLAS and len(x) == 1 else x @ W.T
+    return mx.concatenate([x @ W[:len(W) // 2].T, mx.matmul(x, W[len(W) // 2:].T, stream=LANE)], axis=-1)  # a thread each half
 
 # ---- 3. RMSNorm: vectors go in; the same directions, brought to a common length and weighted by channel, come out.
 
@@ -96,10 +97,10 @@ def rms_norm(x, weight, eps, plain=False):  # (..., D) -> (..., D)
 def apply_rope(x, offset, theta, plain=False):  # (..., L, d) -> (..., L, d)
     """Row i, at position offset + i, has each pair (x[j], x[j + d/2]) turned by (offset + i) * theta^(-2j/d) radians."""
     L, d = x.shape[-2:]
-    if not plain: return mx.fast.rope(x[None], d, traditional=False, base=theta, scale=1.0, offset=offset)[0]
-    positions = mx.arange(offset, offset + L, dtype=mx.float32)  # bfloat16 would round 257 to 256
-    angles = positions[:, None] * theta ** (mx.arange(0, d, 2, dtype=mx.float32) / -d)  # (L, d/2)
-    cos, sin = mx.cos(angles).astype(x.dtype), mx.sin(angles).astype(x.dtype)
+    if not plain: return mx.fast.rope(x.reshape(-1, L, d), d, traditional=False, base=theta, scale=1.0, offset=offset).reshape(x.shape)
+    position, j2 = mx.arange(offset, offset + L, dtype=mx.float32), mx.arange(0, d, 2, dtype=mx.float32)
+    angle = position[:, None] * theta ** (-j2 / d)  # (L, d/2), in float32: bfloat16 would round position 257 to 256
+    cos, sin = mx.cos(angle).astype(x.dtype), mx.sin(angle).astype(x.dtype)
     a, b = x[..., :d // 2], x[..., d // 2:]  # pairs are (j, j + d/2): so the checkpoint orders a head's rows
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -112,7 +113,7 @@ def attend(q, k, v, plain=False):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d
     grouped = q.reshape(K, H // K * L, d)  # a group's queries stacked: keys and values need no copies
     scores = (grouped * scale @ k.swapaxes(1, 2)).reshape(K, H // K, L, S)
     visible = mx.arange(S) <= mx.arange(S - L, S)[:, None]  # (L, S): row i is the token at position S - L + i
-    p = mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1, precise=True)
+    p = mx.softmax(mx.where(visible, scores, -mx.inf) if L > 1 else scores, axis=-1, precise=True)  # a single row sees all
     return (p.reshape(K, H // K * L, S) @ v).reshape(H, L, d)
 
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
@@ -287,9 +288,8 @@ def main():
             print("" if args.chat else prompt, end="", flush=True)
             stream(itertools.chain(first, tokens), tokenizer, answer)
         if len(answer) == min(numbers["max_tokens"], limit - len(ids) + 1): note("(cut: --max-tokens or the context is used up)")
-        decode, count = time.perf_counter() - start - prefill, max(len(answer) - 1, 0)
-        if prompt: note(f"Time: {decode + prefill:.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, decode {count} tokens at "
-                        f"{count / decode:.0f} tokens/s, peak memory {mx.get_peak_memory() / 1e9:.2g} GB)")
+        if prompt: note(f"Time: {(total := time.perf_counter() - start):.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, decode "
+            f"{len(answer[1:])} tokens at {len(answer[1:]) / (total - prefill):.0f} tokens/s, peak memory {mx.get_peak_memory() / 1e9:.2g} GB)")
         text = re.sub("(?s)^.*</think>|^<think>.*", "", tokenizer.decode(answer, skip_special_tokens=False)).lstrip("\n")
         fed, dialogue = ids + answer[:-1] if answer else ids[:offset], dialogue + opening + encode("assistant\n" + text) + closing
 
