@@ -1,6 +1,6 @@
 """Keeps README.md true: runs its Python sessions and console examples and writes what they really print.
 
-    python tests/readme.py          renew the outputs in README.md, and in README.zh-CN.md, which has the same blocks
+    python tests/readme.py          renew the outputs in README.md, and copy its blocks to README.zh-CN.md
     tests/test_readme.py            fails when an output, an excerpt, a link or a picture is no longer right
 """
 import contextlib
@@ -89,6 +89,7 @@ def without_timings(text):
 
 
 if __name__ == "__main__":
-    for path in READMES:
-        if path.exists():
-            path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+    english, chinese = READMES
+    english.write_text(renewed(english.read_text(encoding="utf-8")), encoding="utf-8")
+    fenced = iter([match[0] for match in FENCE.finditer(english.read_text(encoding="utf-8"))])
+    chinese.write_text(FENCE.sub(lambda _: next(fenced), chinese.read_text(encoding="utf-8")), encoding="utf-8")
