@@ -111,9 +111,9 @@ def attend(q, k, v, plain=False):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d
     (H, L, d), (K, S, _), scale = q.shape, k.shape, q.shape[-1] ** -0.5
     if not plain: return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, mask="causal")[0]
     grouped = q.reshape(K, H // K * L, d)  # a group's queries stacked: keys and values need no copies
-    scores = (grouped * scale @ k.swapaxes(1, 2)).reshape(K, H // K, L, S)
+    scores = (grouped @ k.swapaxes(1, 2)).astype(mx.float32).reshape(K, H // K, L, S) * scale  # float32 up to the shares p
     visible = mx.arange(S) <= mx.arange(S - L, S)[:, None]  # (L, S): row i is the token at position S - L + i
-    p = mx.softmax(mx.where(visible, scores, -mx.inf) if L > 1 else scores, axis=-1, precise=True)  # a single row sees all
+    p = mx.softmax(mx.where(visible, scores, -mx.inf) if L > 1 else scores, axis=-1).astype(v.dtype)  # a single row sees all
     return (p.reshape(K, H // K * L, S) @ v).reshape(H, L, d)
 
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)

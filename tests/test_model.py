@@ -231,19 +231,23 @@ LENGTHS = [(1, 1), (1, 9), (5, 5), (4, 11), (2, 60), (60, 60), *[(L, S) for L in
 @pytest.mark.parametrize("heads", [(4, 1), (6, 3), (2, 2)], ids=str)
 @pytest.mark.parametrize("L, S", LENGTHS)
 def test_attend(L, S, heads, dtype, plain):
-    """Any number of new rows after any past, each sees all before it; in bfloat16 the scores are rounded, so within 4 roundings."""
+    """Any number of new rows after any past, each sees all before it. In bfloat16 the fused kernel of a CPU rounds the scores, so
+    it is held to 4 roundings, the spelled-out math, which keeps them in float32, to 3."""
     H, K = heads
     q, k, v = normal(H, L, 16, dtype=dtype), normal(K, S, 16, dtype=dtype, seed=1), normal(K, S, 16, dtype=dtype, seed=2)
     got = llm.attend(q, k, v, plain)
     assert got.dtype == dtype
-    assert off(got, oracle_attend(*map(numbers, (q, k, v)))) < (2e-6 if dtype == F32 else 2 * STEP[BF16])
+    assert off(got, oracle_attend(*map(numbers, (q, k, v)))) < (2e-6 if dtype == F32 else (1.5 if plain else 2) * STEP[BF16])
 
 
 @both_types
 @pytest.mark.parametrize("S", [1, 60, 1023, 1024, 1025])
 def test_spelled_out_equals_fused(S, dtype):
-    """What the fused kernels compute is what the file spells out: norm, rotation and attention of the last rows of S."""
-    L, bound = min(S, 5), 2e-6 if dtype == F32 else 2 * STEP[BF16]
+    """What the fused kernels compute is what the file spells out: norm, rotation and attention of the last rows of S.
+
+    In bfloat16 within 6 roundings; test_attend holds each to the truth, within 3 and 4.
+    """
+    L, bound = min(S, 5), 2e-6 if dtype == F32 else 3 * STEP[BF16]
     x, weight = normal(4, L, 32, dtype=dtype), normal(32, dtype=dtype, seed=3)
     k, v = normal(2, S, 32, dtype=dtype, seed=1), normal(2, S, 32, dtype=dtype, seed=2)
     for function, arguments in ((llm.rms_norm, (x, weight, 1e-6)), (llm.attend, (x, k, v))):
