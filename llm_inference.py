@@ -52,12 +52,12 @@ def load(folder, dtype=None):
     index, weights = "model.safetensors.index.json", {}
     for file in set(read(index)["weight_map"].values()) if Path(folder, index).exists() else ["model.safetensors"]:
         weights |= {name: array for name, array in read(file, mx.load).items() if "lm_head" in shapes or "lm_head." not in name}
-    found = {name: rows(weights, name, shape[-1]) for name, shape in shapes.items() if f"{name}.weight" in weights}
-    fits = {name: a.shape if mx.issubdtype(a.dtype, mx.floating) else a.dtype for name, a in found.items()}  # FP8: uint8
+    dense = ((name, rows(weights, name, shape[-1])) for name, shape in shapes.items() if f"{name}.weight" in weights)  # lazy
+    fits = {name: a.shape if mx.issubdtype(a.dtype, mx.floating) else a.dtype for name, a in dense}  # FP8 shows as uint8
     odd = [f"{name} is {fits.get(name, 'missing')}, not {need}" for name, need in shapes.items() if fits.get(name) != need]
     odd += [f"{name} is unknown" for name in weights if re.sub(r"\.(weight|scales|biases)$", "", name) not in shapes]
     if odd: raise ValueError(f"{folder}: {len(odd)} tensors do not fit config.json: {'; '.join(odd[:3])}")
-    dtype = dtype or found["model.embed_tokens"].dtype  # one type for all, or results turn float32 by promotion
+    dtype = dtype or rows(weights, "model.embed_tokens", D).dtype  # one type for all, or results turn float32 by promotion
     mx.eval(weights := {name: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for name, a in weights.items()})
 
     tokenizer = read("tokenizer.json", tokenizers.Tokenizer.from_file)
