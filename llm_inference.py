@@ -16,8 +16,8 @@ try:
 except ImportError as error:
     sys.exit(f"llm_inference.py: {error}; pip install -r requirements.txt helps (on a Mac: macOS 14 and an arm64 Python)")
 
-# CHUNK: prompt tokens a pass; a prefill's memory grows with it. LANE and BLAS: threads for `linear` on a CPU.
-HERE, CHUNK, LANE, BLAS = Path(__file__).resolve().parent, 256, mx.new_stream(mx.cpu), "openblas" in os.environ.get("LD_PRELOAD", "")
+CHUNK = 128 if mx.default_device().type == mx.cpu else 512  # prompt tokens a pass; a prefill's memory grows with it
+HERE, LANE, BLAS = Path(__file__).resolve().parent, mx.new_stream(mx.cpu), "openblas" in os.environ.get("LD_PRELOAD", "")
 
 # ---- 1. Checkpoint: a folder goes in; a flat dict of arrays under their published names, config and tokenizer come out.
 
@@ -98,8 +98,8 @@ def apply_rope(x, offset, theta, plain=False):  # (..., L, d) -> (..., L, d)
     """Row i, at position offset + i, has each pair (x[j], x[j + d/2]) turned by (offset + i) * theta^(-2j/d) radians."""
     L, d = x.shape[-2:]
     if not plain: return mx.fast.rope(x.reshape(-1, L, d), d, traditional=False, base=theta, scale=1.0, offset=offset).reshape(x.shape)
-    position, j2 = mx.arange(offset, offset + L, dtype=mx.float32), mx.arange(0, d, 2, dtype=mx.float32)
-    angle = position[:, None] * theta ** (-j2 / d)  # (L, d/2), in float32: bfloat16 would round position 257 to 256
+    # (L, d/2) angles, in float32: bfloat16 would round position 257 to 256.
+    angle = mx.arange(offset, offset + L, dtype=mx.float32)[:, None] * theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)
     cos, sin = mx.cos(angle).astype(x.dtype), mx.sin(angle).astype(x.dtype)
     a, b = x[..., :d // 2], x[..., d // 2:]  # pairs are (j, j + d/2): so the checkpoint orders a head's rows
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
