@@ -257,6 +257,18 @@ def test_spelled_out_equals_fused(S, dtype):
 
 
 @both_types
+@pytest.mark.parametrize("blas", [False, True])
+@pytest.mark.parametrize("L", [1, 5])
+def test_large_matrices(monkeypatch, L, blas, dtype):
+    """Above 2^20 numbers a CPU computes in two halves, or W x where OpenBLAS is preloaded: x W^T all the same, odd rows too."""
+    monkeypatch.setattr(llm, "BLAS", blas)
+    x, W = normal(L, 1024, dtype=dtype), normal(1025, 1024, dtype=dtype, seed=1)
+    got = llm.linear(x, {"m.weight": W}, "m")
+    assert got.shape == (L, 1025) and got.dtype == dtype
+    assert off(got, numbers(x) @ numbers(W).T) < (2e-6 if dtype == F32 else STEP[BF16])
+
+
+@both_types
 @pytest.mark.parametrize("L", [1, 7])
 def test_ffn(tmp_path, L, dtype):
     """SwiGLU for one row and for many; inputs large enough that silu, gelu and relu part company."""
