@@ -121,8 +121,8 @@ def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     name, d, L = f"model.layers.{layer}.self_attn", config["head_dim"], len(x)
     eps, theta, plain = config["rms_norm_eps"], config["rope_theta"], config.get("plain")
     q, k, v = (linear(x, weights, f"{name}.{part}_proj").reshape(L, -1, d).swapaxes(0, 1) for part in "qkv")
-    q = apply_rope(rms_norm(q, weights[f"{name}.q_norm.weight"], eps, plain), offset, theta, plain)  # (H, L, d)
-    k = apply_rope(rms_norm(k, weights[f"{name}.k_norm.weight"], eps, plain), offset, theta, plain)  # (K, L, d)
+    q, k = rms_norm(q, weights[f"{name}.q_norm.weight"], eps, plain), rms_norm(k, weights[f"{name}.k_norm.weight"], eps, plain)
+    q, k = mx.split(apply_rope(mx.concatenate([q, k]), offset, theta, plain), [len(q)])  # (H, L, d), (K, L, d): turned alike
     for stored, new in zip(cache[layer], (k, v)): stored[:, offset:offset + L] = new  # in place: the past is never copied
     out = attend(q, *(stored[:, :offset + L] for stored in cache[layer]), plain)
     return linear(out.swapaxes(0, 1).reshape(L, -1), weights, f"{name}.o_proj")
