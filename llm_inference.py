@@ -273,7 +273,7 @@ def main():
     tokenizer.encode_special_tokens = args.chat  # what is typed in a chat stays text, be it <|im_end|>
     dialogue, fed, cache, limit = [], [], make_cache(weights, config, 0), config["max_position_embeddings"]
     for message in [prompt] if prompt else filter(str.strip, iter(lambda: input("> " if sys.stdout.isatty() else ""), None)):
-        dialogue += opening + encode("user\n" + message) + closing
+        if args.chat: dialogue += opening + encode("user\n" + message) + closing
         ids = dialogue + reply + skip * (not args.think) if args.chat else encode(message)
         room = len(ids) + min(numbers["max_tokens"], limit)
         if room > cache[0][0].shape[1]: cache = [[mx.pad(a, [(0, 0), (0, room), (0, 0)]) for a in pair] for pair in cache]
