@@ -1,300 +1,621 @@
 #!/usr/bin/env python3
-"""What happens between a prompt and its answer inside a large language model: Qwen3 in one file, on MLX.
+"""What happens between a prompt and its answer inside a large language model: Qwen3, on MLX,
+an array library like NumPy that uses GPUs.
 
-    text -> token ids -> embedding -> N x (RMSNorm, attention, RMSNorm, SwiGLU) -> head -> sampling -> token id -> text
-                 ^ each new token starts here again; what it needs of the earlier ones waits in the KV cache
+    text -> token ids -> embedding -> N layers of (attention, feed-forward) -> scores -> sampling
+                ^                                                                           |
+                +-------------- the chosen id is printed as text, and fed next -------------+
 
-Axis letters, in every signature: L tokens fed now, S tokens so far (earlier ones and these), D hidden size,
-F feed-forward size, V vocabulary, H query heads, K key/value heads, d head_dim. One sequence at a time: no batch axis.
-Sources: Qwen3 (arXiv 2505.09388), RMSNorm (1910.07467), RoPE (2104.09864), grouped-query attention (2305.13245),
-SwiGLU (2002.05202), top-p (1904.09751). Importing loads nothing; the model's functions are pure, but fill the cache.
+A token is a piece of text, a word or a part of one; the tokenizer knows V of them, and its id is
+its number. Sizes have one letter each, here with their values in Qwen3-0.6B:
+    L  tokens fed in this pass            the whole prompt, then one at a time
+    S  tokens so far, these included      up to 40,960
+    N  layers                             28
+    D  hidden size: numbers per token     1,024
+    F  feed-forward size                  3,072
+    V  vocabulary: tokens there are       151,936
+    H  query heads (section 5)            16
+    K  key/value heads                    8
+    d  numbers per head (head_dim)        128
+MLX is lazy: an operation only notes what is to be computed, and mx.eval computes it.
+bfloat16, the number type of the published weights, has 8 significant bits; float32 has 24.
+For some steps MLX has one fused kernel, a single GPU program for all of it; a GPU uses these.
+Sources: Qwen3 (arXiv 2505.09388), RMSNorm (1910.07467), RoPE (2104.09864), grouped-query attention
+(2305.13245), SwiGLU (2002.05202), top-p (1904.09751).
 """
-import argparse, contextlib, functools, itertools, json, os, re, runpy, sys, time
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import time
 from pathlib import Path
+
 try:
-    import mlx.core as mx, tokenizers
+    import mlx.core as mx
+    import tokenizers
 except ImportError as error:
-    sys.exit(f"llm_inference.py: {error}; pip install -r requirements.txt helps (on a Mac: macOS 14 and an arm64 Python)")
+    sys.exit(f"llm_inference.py: {error}; pip install -r requirements.txt (a Mac: arm64 Python)")
 
-CHUNK = 128 if mx.default_device().type == mx.cpu else 512  # prompt tokens a pass; a prefill's memory grows with it
-HERE, LANE, BLAS = Path(__file__).resolve().parent, mx.new_stream(mx.cpu), "openblas" in os.environ.get("LD_PRELOAD", "")
+ON_CPU = mx.default_device().type == mx.cpu
+FUSED = not ON_CPU  # False: the steps run as written here; True: as fused kernels. Tests do both.
+CHUNK = 128 if ON_CPU else 512  # prompt tokens in one pass; a longer prompt is fed in chunks
+SAMPLING_FLAGS = ("max_tokens", "seed", "temperature", "top_p", "top_k")
+SECOND_THREAD = mx.new_thread_local_stream(mx.cpu)  # for product_on_cpu, which may be skipped
 
-# ---- 1. Checkpoint: a folder goes in; a flat dict of arrays under their published names, config and tokenizer come out.
 
-def load(folder, dtype=None):
-    """A model folder -> weights {name: array}, config (the file's own dict, nested parts flattened), tokenizer.
+# ---- 1. Checkpoint: a folder goes in; weights, config and tokenizer come out.
+def load(folder, dtype=None, lazy=False, stretched_rope=False):
+    """weights (one flat dict: published name -> array), config (config.json) and tokenizer.
 
-    `dtype`, such as mx.float32, converts the floating-point tensors. ValueError says what cannot be run, and why.
+    dtype, such as mx.float32, converts the weights; lazy leaves them on disk until they are used;
+    stretched_rope is for examples that compute longer contexts. ValueError: what cannot be run.
     """
-    def read(name, parse=lambda path: dict(json.loads(Path(path).read_bytes()))):
-        path = Path(folder, name)
-        if not path.is_file(): raise ValueError(f"{path} is missing: a model is config.json, tokenizer.json, model.safetensors, no GGUF")
-        if b"git-lfs" in path.open("rb").read(40): raise ValueError(f"{path} is a Git LFS pointer; git lfs pull gets the file")
-        try: return parse(str(path))
-        except Exception as error: raise ValueError(f"{path} is incomplete or damaged, download it again ({error})")
-    config = {"tie_word_embeddings": False, "plain": mx.default_device().type == mx.cpu} | read("config.json")
-    for part in "rope_scaling", "rope_parameters", "quantization", "quantization_config": config = (config.get(part) or {}) | config
-    runs = {"model_type": "qwen3", "rope_type": "default", "type": "default", "quant_method": None, "mode": "affine",
-            "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-    sizes = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
-             "max_position_embeddings", "rope_theta", "rms_norm_eps"]
-    odd = [f"{key} is {config[key]!r}, not {need!r}" for key, need in runs.items() if config.get(key) not in (None, need)]
-    odd += [f"{key} is not a number" for key in sizes if not isinstance(config.get(key), (int, float))]
-    if odd: raise ValueError(f"{folder}/config.json: {'; '.join(odd[:3])} (this file runs dense Qwen3)")
-    N, D, F, V, H, K = (config[key] for key in sizes[:6])
-    d = config["head_dim"] = config.get("head_dim") or D // H  # 0.6B: 16 heads of 128 make 2048, twice its hidden size
+    folder = Path(folder)
+    config = read_config(folder, stretched_rope)
+    weights = read_weights(folder, tensor_shapes(config))
+    dtype = dtype or matrix(weights, "model.embed_tokens")[-1].dtype  # the last part is no integer
+    for name in weights:  # one type for all: one float32 weight would widen every result
+        if mx.issubdtype(weights[name].dtype, mx.floating):
+            weights[name] = weights[name].astype(dtype)
+    if not lazy:
+        mx.eval(weights)  # here they are read from disk
+    tokenizer = read(folder / "tokenizer.json", tokenizers.Tokenizer.from_file)
+    tokenizer.no_truncation()  # some files carry settings of their training
+    tokenizer.no_padding()
+    ends = []  # ids or texts of tokens that end an answer; the files do not agree, so take all
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        content = read(folder / file) if (folder / file).exists() else {}
+        for end in (content.get("eos_token_id"), content.get("eos_token")):
+            ends += end if isinstance(end, list) else [end]
+    ids = {tokenizer.token_to_id(end) if isinstance(end, str) else end for end in ends}
+    return weights, config | {"eos_token_id": sorted(ids - {None})}, tokenizer
 
-    block = {"self_attn.q_proj": (H * d, D), "self_attn.k_proj": (K * d, D), "self_attn.v_proj": (K * d, D),
-             "self_attn.o_proj": (D, H * d), "self_attn.q_norm": (d,), "self_attn.k_norm": (d,), "input_layernorm": (D,),
-             "post_attention_layernorm": (D,), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
-    shapes = {f"model.layers.{layer}.{name}": shape for layer in range(N) for name, shape in block.items()}
-    shapes |= {"model.embed_tokens": (V, D), "model.norm": (D,)} | ({} if config["tie_word_embeddings"] else {"lm_head": (V, D)})
-    index, weights = "model.safetensors.index.json", {}
-    for file in set(read(index)["weight_map"].values()) if Path(folder, index).exists() else ["model.safetensors"]:
-        weights |= {name: array for name, array in read(file, mx.load).items() if "lm_head" in shapes or "lm_head." not in name}
-    dense = ((name, rows(weights, name, shape[-1])) for name, shape in shapes.items() if f"{name}.weight" in weights)  # lazy
-    fits = {name: a.shape if mx.issubdtype(a.dtype, mx.floating) else a.dtype for name, a in dense}  # FP8 shows as uint8
-    odd = [f"{name} is {fits.get(name, 'missing')}, not {need}" for name, need in shapes.items() if fits.get(name) != need]
-    odd += [f"{name} is unknown" for name in weights if re.sub(r"\.(weight|scales|biases)$", "", name) not in shapes]
-    if odd: raise ValueError(f"{folder}: {len(odd)} tensors do not fit config.json: {'; '.join(odd[:3])}")
-    dtype = dtype or rows(weights, "model.embed_tokens", D).dtype  # one type for all, or results turn float32 by promotion
-    mx.eval(weights := {name: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for name, a in weights.items()})
 
-    tokenizer = read("tokenizer.json", tokenizers.Tokenizer.from_file)
-    # Where to stop, the files do not agree: stop on all they name, be it an id, a list of ids or a text.
-    said = [read(file.name).get(key) for file in Path(folder).glob("*config.json") for key in ("eos_token_id", "eos_token")]
-    ends = {e if isinstance(e, int) else tokenizer.token_to_id(str(e or "")) for end in said for e in (end if isinstance(end, list) else [end])}
-    return weights, config | {"eos_token_id": sorted(ends - {None})}, tokenizer
+def tensor_shapes(config):
+    """Name (without .weight at its end) -> shape of all tensors. This table is the architecture."""
+    D = config["hidden_size"]
+    F = config["intermediate_size"]
+    d = config["head_dim"]
+    queries = config["num_attention_heads"] * d  # H * d; in the 0.6B twice D
+    keys = config["num_key_value_heads"] * d  # K * d
+    shapes = {"model.embed_tokens": (config["vocab_size"], D)}  # a row for each token
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        shapes[f"{block}.input_layernorm"] = (D,)  # RMSNorm (section 3) before attention
+        shapes[f"{block}.self_attn.q_proj"] = (queries, D)  # to queries
+        shapes[f"{block}.self_attn.k_proj"] = (keys, D)  # to keys
+        shapes[f"{block}.self_attn.v_proj"] = (keys, D)  # to values
+        shapes[f"{block}.self_attn.q_norm"] = (d,)  # RMSNorm of a query
+        shapes[f"{block}.self_attn.k_norm"] = (d,)  # RMSNorm of a key
+        shapes[f"{block}.self_attn.o_proj"] = (D, queries)  # from all heads back to D
+        shapes[f"{block}.post_attention_layernorm"] = (D,)  # RMSNorm before feed-forward
+        shapes[f"{block}.mlp.gate_proj"] = (F, D)  # the gate of section 6
+        shapes[f"{block}.mlp.up_proj"] = (F, D)  # what the gate lets through
+        shapes[f"{block}.mlp.down_proj"] = (D, F)  # back to D
+    shapes["model.norm"] = (D,)  # RMSNorm before the head
+    if not config["tie_word_embeddings"]:  # where tied, the embedding serves here, too
+        shapes["lm_head"] = (config["vocab_size"], D)  # the last product: a score per token
+    return shapes
 
-# ---- 2. Embedding and matrix products: token ids go in; each becomes a row of D numbers, the residual stream.
 
-def rows(weights, name, width, index=slice(None)):  # -> (..., width)
-    """Rows of a stored matrix. A quantized one packs its numbers into uint32, with a scale and a bias per group."""
-    if f"{name}.scales" not in weights: return weights[f"{name}.weight"][index]
-    packed, scales, biases = (weights[f"{name}.{part}"][index] for part in ("weight", "scales", "biases"))
-    return mx.dequantize(packed, scales, biases, width // scales.shape[-1], packed.shape[-1] * 32 // width)
+def matrix(weights, name):
+    """[W]; or [packed, scales, biases] of a matrix that is quantized, a few bits for each number:
+    number = integer * scale + bias, with one scale and one bias for each group of neighbours.
+    """
+    parts = [f"{name}.weight", f"{name}.scales", f"{name}.biases"]
+    return [weights[part] for part in parts if part in weights]
+
+
+def unpack(stored, width):
+    """The numbers of a stored matrix, or of some of its rows."""
+    W, *quantized = stored
+    if not quantized:
+        return W
+    return mx.dequantize(W, *quantized, **packing(W, quantized[0], width))
+
+
+def packing(packed, scales, width):
+    """Both follow from the shapes: `width` numbers have a scale per group and words of 32 bits."""
+    return {"group_size": width // scales.shape[-1], "bits": packed.shape[-1] * 32 // width}
+
+
+def read_config(folder, stretched_rope):
+    """config.json, nested parts lifted to the top; refuses what this file does not implement."""
+    config = {"tie_word_embeddings": False} | read(folder / "config.json")
+    for part in ("rope_scaling", "rope_parameters", "quantization", "quantization_config"):
+        config = (config.get(part) or {}) | config  # what stands at the top already stays
+    # The only values that this file implements; a key may also be absent.
+    only = {"model_type": "qwen3", "hidden_act": "silu", "quant_method": None, "mode": "affine"}
+    only |= {"attention_bias": False, "use_sliding_window": False}
+    only |= {} if stretched_rope else {"rope_type": "default", "type": "default"}
+    sizes = "num_hidden_layers hidden_size intermediate_size vocab_size num_attention_heads "
+    sizes += "num_key_value_heads max_position_embeddings rope_theta rms_norm_eps"
+    odd = [key for key in only if config.get(key) not in (None, only[key])]
+    odd += [
+        key for key in re.findall(r"\w+", sizes) if not isinstance(config.get(key), int | float)
+    ]
+    if odd:
+        found = ", ".join(f"{key} {config.get(key)!r}" for key in odd[:3])
+        raise ValueError(
+            f"{folder}/config.json has {found}: only dense Qwen3 (no mixture of experts) can be run"
+        )
+    d = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return config | {"head_dim": d}
+
+
+def read_weights(folder, shapes):
+    """The tensors of all files, not read from disk yet. From `found` on these are only checks."""
+    index = folder / "model.safetensors.index.json"
+    place = read(index)["weight_map"] if index.exists() else {}
+    files = sorted({folder / file for file in place.values()}) or [folder / "model.safetensors"]
+    if not all(file.exists() for file in files):  # an index may be left over from other files
+        files = sorted(folder.glob("model*.safetensors")) or files
+    weights = {}
+    origin = {}
+    for file in files:
+        tensors = read(file, mx.load)
+        for name in tensors.keys() & weights.keys():
+            raise ValueError(f"{name} is both in {origin[name]} and in {file}: remove one of them")
+        weights |= tensors
+        origin |= dict.fromkeys(tensors, file)
+    if "lm_head" not in shapes:  # the 0.6B's file holds one all the same
+        weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
+    found = {}
+    for name in weights:
+        stem = re.sub(r"\.(weight|scales|biases)$", "", name)
+        try:  # lazily: of a quantized matrix only shape and type are computed
+            W = unpack(matrix(weights, stem), shapes[stem][-1])
+            found[stem] = W.shape if mx.issubdtype(W.dtype, mx.floating) else W.dtype
+        except (KeyError, TypeError, ValueError) as error:
+            found[stem] = f"stored in an unknown way ({error})" if stem in shapes else "unknown"
+    odd = [name for name in shapes | found if found.get(name) != shapes.get(name)]
+    if odd:
+        for name in odd[:3]:
+            found.setdefault(name, f"missing {place.get(f'{name}.weight', '')}".strip())
+        first = "; ".join(f"{name} is {found[name]}, not {shapes.get(name)}" for name in odd[:3])
+        raise ValueError(f"{folder}: {len(odd)} tensors do not fit config.json: {first}")
+    return weights
+
+
+def read(path, parse=None):
+    if not path.is_file():
+        parts = "config.json, tokenizer.json, model.safetensors"
+        raise ValueError(f"{path} is missing: a model is a folder with {parts}, no GGUF")
+    if b"git-lfs" in path.open("rb").read(40):
+        raise ValueError(f"{path} is a Git LFS pointer; git lfs pull gets the file")
+    try:
+        return parse(str(path)) if parse else dict(json.loads(path.read_bytes()))
+    except Exception as error:
+        # So MLX ("unsupported dtype") and tokenizers speak of a whole file of an unknown kind.
+        unknown_kind = re.search("unsupported|untagged|missing", str(error))
+        what = "cannot be read" if unknown_kind else "is incomplete or damaged, download it again"
+        raise ValueError(f"{path} {what} ({error})") from None
+
+
+# ---- 2. Embedding and matrix products: token ids go in, one row of D numbers for each comes out.
+def embed(token_ids, weights, config):  # (L,) -> (L, D)
+    """Token i is row i of a table. (A quantized table has three parts.)"""
+    rows = [part[mx.array(token_ids)] for part in matrix(weights, "model.embed_tokens")]
+    return unpack(rows, config["hidden_size"])
+
 
 def linear(x, weights, name):  # (L, in) -> (L, out)
-    """y = x W^T, with W (out, in) as stored: nearly all weights are here, and nearly all the time goes here."""
-    W, scales, cpu = weights[f"{name}.weight"], weights.get(f"{name}.scales"), mx.default_device().type == mx.cpu
-    if scales is not None:  # bits and group size are read off the shapes, so they may be mixed; a CPU is slow in 16 bits
-        group, bits, wide = x.shape[-1] // scales.shape[-1], W.shape[-1] * 32 // x.shape[-1], mx.float32 if cpu else x.dtype
-        scales, biases = scales.astype(wide), weights[f"{name}.biases"].astype(wide)
-        return mx.quantized_matmul(x.astype(wide), W, scales, biases, True, group, bits).astype(x.dtype)
-    if not cpu or W.size < 2**20 or W.dtype == mx.float32 and (BLAS or len(x) > 1): return (W @ x.T).T if BLAS and len(x) == 1 else x @ W.T
-    return mx.concatenate([x @ W[:len(W) // 2].T, mx.matmul(x, W[len(W) // 2:].T, stream=LANE)], axis=-1)  # a thread each half
+    """y = x W^T, with W stored as (out, in). Nearly all weights, and nearly all time, are here."""
+    return (product_on_cpu if ON_CPU else product)(x, *matrix(weights, name))
 
-# ---- 3. RMSNorm: vectors go in; the same directions, brought to a common length and weighted by channel, come out.
 
-def rms_norm(x, weight, eps, plain=False):  # (..., D) -> (..., D)
-    """x / sqrt(mean(x^2) + eps) * weight. Unlike LayerNorm it subtracts no mean and adds no bias."""
-    if not plain: return mx.fast.rms_norm(x, weight, eps)  # the lines below as one kernel
-    x32 = x.astype(mx.float32)
-    return weight * (x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+def product(x, W, *quantized):
+    if not quantized:
+        return x @ W.T
+    return mx.quantized_matmul(x, W, *quantized, **packing(W, quantized[0], x.shape[-1]))
 
-# ---- 4. RoPE: queries or keys go in; turned according to their position, so that q . k knows the distance, they come out.
 
-def apply_rope(x, offset, theta, plain=False):  # (..., L, d) -> (..., L, d)
-    """Row i, at position offset + i, has each pair (x[j], x[j + d/2]) turned by (offset + i) * theta^(-2j/d) radians."""
+def product_on_cpu(x, W, *quantized):
+    """Skip this: the same, quicker there. Quantized in float32; 16 bits, half on each thread."""
+    if quantized:
+        return product(x.astype(mx.float32), W, *quantized).astype(x.dtype)
+    if W.dtype == mx.float32 or W.size < 2**20:
+        return product(x, W)
+    upper, lower = mx.split(W, [len(W) // 2])
+    second = mx.matmul(x, lower.T, stream=SECOND_THREAD)
+    return mx.concatenate([x @ upper.T, second], axis=-1)
+
+
+# ---- 3. RMSNorm: rows go in; the same rows, each brought to a common length, come out.
+def rms_norm(x, weight, eps):  # (..., D) -> (..., D)
+    """x / sqrt(mean(x^2) + eps) * weight: keeps the numbers in one range through all layers."""
+    if not FUSED:
+        x32 = x.astype(mx.float32)  # a sum of a thousand squares needs more than 8 bits
+        mean_square = mx.mean(x32 * x32, axis=-1, keepdims=True)
+        return weight * (x32 * mx.rsqrt(mean_square + eps)).astype(x.dtype)
+    return mx.fast.rms_norm(x, weight, eps)
+
+
+# ---- 4. RoPE: queries or keys, the rows that section 5 compares by products, go in; they come out
+# rotated by their positions. Rotating both alike would leave their product as it was, so only the
+# difference of their positions counts.
+def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d)
+    """Rotate each pair (x[j], x[j + d/2]) of the row at position p by p * theta^(-2j/d) radians.
+
+    Row i stands at position offset + i. theta comes with the model: 1,000,000. (For examples with
+    B texts at once: x may be (B, heads, L, d), and offset an array of B numbers.)
+    """
     L, d = x.shape[-2:]
-    if not plain: return mx.fast.rope(x.reshape(-1, L, d), d, traditional=False, base=theta, scale=1.0, offset=offset).reshape(x.shape)
-    # (L, d/2) angles, in float32: bfloat16 would round position 257 to 256.
-    angle = mx.arange(offset, offset + L, dtype=mx.float32)[:, None] * theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)
-    cos, sin = mx.cos(angle).astype(x.dtype), mx.sin(angle).astype(x.dtype)
-    a, b = x[..., :d // 2], x[..., d // 2:]  # pairs are (j, j + d/2): so the checkpoint orders a head's rows
-    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    if not FUSED:
+        position = mx.array(offset)[..., None, None] + mx.arange(L)  # offset, offset + 1, ...
+        frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)
+        # Angles (1, L, d/2) are float32: bfloat16 would round position 257 to 256.
+        angle = position[..., None] * frequency
+        cos = mx.cos(angle).astype(x.dtype)
+        sin = mx.sin(angle).astype(x.dtype)
+        a, b = mx.split(x, 2, axis=-1)  # the pairs (x[j], x[j + d/2]), as in training
+        return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return mx.fast.rope(x, d, traditional=False, base=theta, scale=1.0, offset=offset)
 
-# ---- 5. Attention: each token's vector goes in; what it gathers from itself and the tokens before it comes out.
 
-def attend(q, k, v, plain=False):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
-    """softmax(q k^T / sqrt(d) + causal mask) v, where each key/value head serves a group of H/K query heads."""
-    (H, L, d), (K, S, _), scale = q.shape, k.shape, q.shape[-1] ** -0.5
-    if not plain: return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, mask="causal")[0]
-    grouped = q.reshape(K, H // K * L, d)  # a group's queries stacked: keys and values need no copies
-    scores = (grouped @ k.swapaxes(1, 2)).astype(mx.float32).reshape(K, H // K, L, S) * scale  # float32 up to the shares p
-    visible = mx.arange(S) <= mx.arange(S - L, S)[:, None]  # (L, S): row i is the token at position S - L + i
-    p = mx.softmax(mx.where(visible, scores, -mx.inf) if L > 1 else scores, axis=-1).astype(v.dtype)  # a single row sees all
-    return (p.reshape(K, H // K * L, S) @ v).reshape(H, L, d)
-
+# ---- 5. Attention: each token's row goes in; what it gathers from all tokens so far comes out.
+# From its row each token makes a query (what it looks for), a key (what it offers) and a value
+# (what it hands over), in several heads side by side. The keys and values of earlier tokens wait
+# in the cache, which section 8 makes.
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
-    """Project to heads, normalize q and k head by head, turn them, store k and v, attend, project back."""
-    name, d, L = f"model.layers.{layer}.self_attn", config["head_dim"], len(x)
-    eps, theta, plain = config["rms_norm_eps"], config["rope_theta"], config.get("plain")
-    q, k, v = (linear(x, weights, f"{name}.{part}_proj").reshape(L, -1, d).swapaxes(0, 1) for part in "qkv")
-    q, k = rms_norm(q, weights[f"{name}.q_norm.weight"], eps, plain), rms_norm(k, weights[f"{name}.k_norm.weight"], eps, plain)
-    q, k = mx.split(apply_rope(mx.concatenate([q, k]), offset, theta, plain), [len(q)])  # (H, L, d), (K, L, d): turned alike
-    for stored, new in zip(cache[layer], (k, v)): stored[:, offset:offset + L] = new  # in place: the past is never copied
-    out = attend(q, *(stored[:, :offset + L] for stored in cache[layer]), plain)
-    return linear(out.swapaxes(0, 1).reshape(L, -1), weights, f"{name}.o_proj")
+    """For L rows, the first at position `offset`, after `offset` rows in the cache."""
+    q, k, v = queries_keys_values(x, weights, config, layer, offset)
+    keys, values = cache[layer]  # (K, size, d) each, with room for `size` tokens
+    end = offset + len(x)
+    keys[:, offset:end] = k  # written into the cache itself: the past is never copied
+    values[:, offset:end] = v
+    mixed = dot_product_attention(q, keys[:, :end], values[:, :end]).swapaxes(0, 1)  # (L, H, d)
+    return linear(mixed.reshape(len(x), -1), weights, f"model.layers.{layer}.self_attn.o_proj")
 
-# ---- 6. SwiGLU: each token's vector goes in; what this layer knows to add to it comes out, token by token.
 
+def queries_keys_values(x, weights, config, layer, offset):
+    """(L, D) -> (H, L, d), (K, L, d), (K, L, d). Three products are cut into heads. Then each query
+    and key is brought to a common length (QK-norm) and rotated.
+    """
+    name = f"model.layers.{layer}.self_attn"
+    q = split_heads(linear(x, weights, f"{name}.q_proj"), config)
+    k = split_heads(linear(x, weights, f"{name}.k_proj"), config)
+    v = split_heads(linear(x, weights, f"{name}.v_proj"), config)
+    q = rms_norm(q, weights[f"{name}.q_norm.weight"], config["rms_norm_eps"])
+    k = rms_norm(k, weights[f"{name}.k_norm.weight"], config["rms_norm_eps"])
+    # Rotated in one call, so that the angles are computed once; axis -3 counts the heads.
+    turned = apply_rope(mx.concatenate([q, k], axis=-3), offset, config["rope_theta"])
+    q, k = mx.split(turned, [q.shape[-3]], axis=-3)
+    return q, k, v
+
+
+def split_heads(x, config):  # (L, heads * d) -> (L, heads, d) -> (heads, L, d)
+    return x.reshape(*x.shape[:-1], -1, config["head_dim"]).swapaxes(-3, -2)
+
+
+def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
+    """For each query the weighted mean of the values; the next function computes the weights."""
+    if not FUSED:
+        return mix_values(attention_weights(q, k), v)
+    attend = mx.fast.scaled_dot_product_attention
+    return attend(q[None], k[None], v[None], scale=q.shape[-1] ** -0.5, mask="causal")[0]
+
+
+def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S)
+    """softmax(q k^T / sqrt(d)): how much each of the last L tokens takes from each of all S.
+
+    softmax is exp(x) / sum(exp(x)): positive, and 1 in sum. sqrt(d) keeps the range the same
+    for any d.
+    """
+    H, L, d = q.shape
+    K, S, _ = k.shape
+    # H / K neighbouring query heads share a key head: of 16 and 8, heads 0 and 1 share key head 0.
+    # Their queries are stacked into one matrix; each row of a product is computed by itself.
+    grouped = q.reshape(K, (H // K) * L, d)
+    scores = (grouped @ k.swapaxes(1, 2)).reshape(H, L, S).astype(mx.float32) * d**-0.5
+    # Causal mask: row i is the token at position S - L + i, and sees none after it. With 2 new ones
+    # after 3, the one at position 3 sees 1 1 1 1 0, the one at position 4 sees 1 1 1 1 1.
+    visible = mx.arange(S) <= mx.arange(S - L, S)[:, None]  # (L, S)
+    return mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1).astype(q.dtype)
+
+
+def mix_values(p, v):  # (H, L, S), (K, S, d) -> (H, L, d)
+    grouped = p.reshape(len(v), -1, p.shape[-1])  # (K, (H // K) * L, S), stacked as before
+    return (grouped @ v).reshape(*p.shape[:2], -1)
+
+
+# ---- 6. SwiGLU: each token's row goes in; what this layer adds to it comes out.
 def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D)
-    """down(silu(gate(x)) * up(x)), with silu(z) = z * sigmoid(z)."""
+    """The feed-forward step: down(silu(gate(x)) * up(x)), with silu(z) = z * sigmoid(z).
+
+    sigmoid(z) = 1 / (1 + exp(-z)) goes from 0 to 1: it lets a number pass, or not.
+    """
     name = f"model.layers.{layer}.mlp"
-    gate, up = linear(x, weights, f"{name}.gate_proj"), linear(x, weights, f"{name}.up_proj")
+    gate = linear(x, weights, f"{name}.gate_proj")
+    up = linear(x, weights, f"{name}.up_proj")
     return linear(gate * mx.sigmoid(gate) * up, weights, f"{name}.down_proj")
 
-# ---- 7. Transformer block: the residual stream goes in; with two contributions added to it, it comes out.
 
+# ---- 7. Transformer block: the rows, called the residual stream, go in; with two contributions
+# added they come out.
 def transformer_block(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     """x += attention(rms_norm(x)), then x += ffn(rms_norm(x))."""
-    name, eps, plain = f"model.layers.{layer}", config["rms_norm_eps"], config.get("plain")
-    x = x + attention(rms_norm(x, weights[f"{name}.input_layernorm.weight"], eps, plain), weights, config, layer, cache, offset)
-    return x + ffn(rms_norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps, plain), weights, layer)
+    name = f"model.layers.{layer}"
+    eps = config["rms_norm_eps"]
+    normed = rms_norm(x, weights[f"{name}.input_layernorm.weight"], eps)
+    x = x + attention(normed, weights, config, layer, cache, offset)
+    normed = rms_norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps)
+    return x + ffn(normed, weights, layer)
+
 
 # ---- 8. The whole model: token ids go in; a score (logit) for every possible next token comes out.
+def forward(token_ids, weights, config, cache, offset):  # (L,) -> (V,)
+    """Logits for the next token, from the last row. The first of token_ids stands at `offset`."""
+    return head(hidden_states(token_ids, weights, config, cache, offset)[-1:], weights, config)[0]
+
+
+def hidden_states(token_ids, weights, config, cache, offset):  # (L,) -> (L, D)
+    x = embed(token_ids, weights, config)
+    for layer in range(config["num_hidden_layers"]):
+        x = transformer_block(x, weights, config, layer, cache, offset)
+    return x
+
+
+def head(x, weights, config):  # (L, D) -> (L, V)
+    """A last RMSNorm, then the product of each row with one row for every token."""
+    x = rms_norm(x, weights["model.norm.weight"], config["rms_norm_eps"])
+    # Where the two are tied, the rows of the embedding serve here, too.
+    return linear(x, weights, "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head")
+
 
 def make_cache(weights, config, size):
-    """One (keys, values) pair per layer, each (K, size, d) in the weights' type: room for `size` tokens."""
-    shape, dtype = (config["num_key_value_heads"], size, config["head_dim"]), weights["model.norm.weight"].dtype
-    return [(mx.zeros(shape, dtype), mx.zeros(shape, dtype)) for _ in range(config["num_hidden_layers"])]
+    """Room for the keys and values of `size` tokens: a pair per layer, each (K, size, d)."""
+    shape = (config["num_key_value_heads"], size, config["head_dim"])
+    zeros = functools.partial(mx.zeros, shape, weights["model.norm.weight"].dtype)
+    cache = [(zeros(), zeros()) for _ in range(config["num_hidden_layers"])]
+    mx.eval(cache)
+    return cache
 
-def forward(token_ids, weights, config, cache, offset):  # (L,) -> (V,)
-    """Logits for the token after the last one; the first of token_ids stands at position `offset`."""
-    x = rows(weights, "model.embed_tokens", config["hidden_size"], mx.array(token_ids))
-    for layer in range(config["num_hidden_layers"]): x = transformer_block(x, weights, config, layer, cache, offset)
-    x = rms_norm(x[-1:], weights["model.norm.weight"], config["rms_norm_eps"], config.get("plain"))
-    return linear(x, weights, "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head")[0]  # the head
+
+def grow_cache(cache, needed, limit):
+    """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
+    size = cache[0][0].shape[1]
+    if needed <= size:
+        return
+    more = min(max(size // 4, 256, needed - size), limit - size)
+    for layer in range(len(cache)):  # layer by layer, to spare memory
+        cache[layer] = [mx.pad(rows, [(0, 0), (0, more), (0, 0)]) for rows in cache[layer]]
+        mx.eval(cache[layer])
+
 
 # ---- 9. Sampling: logits go in; one token id comes out.
-
-def sample(logits, temperature=0.0, top_p=1.0, top_k=0):  # (V,) -> ()
-    """The best token at temperature 0, else a draw from softmax(logits / temperature) among the top_k likeliest tokens
-    and, of these, the fewest whose probabilities reach top_p. top_k 0 and top_p 1 filter nothing.
+def sample(logits, temperature=0.0, top_p=1.0, top_k=0, key=None):  # (V,) -> ()
+    """The likeliest token at temperature 0, else a draw from softmax(logits / temperature),
+    filtered: the higher the temperature, the more surprising. The same key (a random number's seed,
+    of mx.random.key) gives the same draw, in any thread.
     """
-    if temperature < 1e-5: return mx.argmax(logits)
-    logits = logits.astype(mx.float32) / temperature  # sums of many small probabilities go astray in bfloat16
-    ids = mx.argpartition(-logits, top_k - 1)[:top_k] if 0 < top_k < len(logits) else mx.arange(len(logits))
-    if top_p >= 1: return ids[mx.random.categorical(logits[ids])]
-    ids = ids[mx.argsort(-logits[ids])]  # likeliest first
-    before = mx.cumsum(mx.softmax(logits[ids]), inclusive=False)  # what all likelier ones have: 0 for the best
-    return ids[mx.random.categorical(mx.where(before < max(top_p, 1e-9), logits[ids], -mx.inf))]
+    if temperature < 1e-5:
+        return mx.argmax(logits)
+    logits = logits.astype(mx.float32) / temperature  # bfloat16 loses sums of small numbers
+    kept = filter_logits(logits, top_p, top_k) if top_p < 1 or top_k > 0 else logits
+    return mx.random.categorical(kept, key=key)  # takes the softmax itself
 
-# ---- 10. Generation: prompt ids go in; the ids of the answer come out, one by one.
 
-def generate(prompt_ids, weights, config, stop, max_tokens=100, temperature=0.0, top_p=1.0, top_k=0, cache=None, offset=0):
-    """Yield ids until one is in `stop` (it is not yielded), or max_tokens or the context's end is reached.
-
-    A given cache holds `offset` earlier tokens. ValueError: ids outside the vocabulary, no room, logits not finite.
+def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,)
+    """Keep the top_k likeliest tokens (0: all) and, of these, the fewest whose probabilities reach
+    top_p. All others get minus infinity; the likeliest always stays.
     """
-    ids, end = list(prompt_ids), offset + len(prompt_ids)
-    last = min(end + max_tokens - 1, config["max_position_embeddings"])
-    cache = cache or make_cache(weights, config, last)
-    if end > min(last, cache[0][0].shape[1]) or not ids or not 0 <= min(ids) <= max(ids) < config["vocab_size"]:
-        raise ValueError(f"the prompt ends at token {end}; needed: 1 to {last} tokens, ids below {config['vocab_size']}")
+    count = top_k if 0 < top_k < len(logits) else len(logits)
+    best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
+    best = best[mx.argsort(-logits[best])]  # likeliest first
+    before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # what the likelier ones have
+    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # 0 keeps the likeliest, 1 all
+    kept = mx.where(keep, logits[best], -mx.inf)
+    return mx.put_along_axis(mx.full(logits.shape, -mx.inf), best, kept, axis=0)
+
+
+# ---- 10. Generation: prompt ids go in; the ids of the answer come out, one by one. In principle:
+#     while True:  # ids is the prompt at first
+#         token_id = sample(forward(ids, weights, config, cache, offset))
+#         if token_id in stop:
+#             return
+#         yield token_id
+#         offset += len(ids)
+#         ids = [token_id]
+def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, offset=0, **draw):
+    """Yield ids until one is in `stop` (it is not yielded) or max_tokens or the context is used up.
+
+    draw: temperature, top_p and top_k, for sample. A seed gives the same ids again. A given cache,
+    a list that grows as needed, holds `offset` tokens. ValueError: bad ids, no room, not finite.
+    """
+    ids = [int(token_id) for token_id in ids]
+    end = offset + len(ids)
+    # So many tokens are fed at most: the last one of the answer is not.
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])
+    if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
+        raise ValueError(f"{end} prompt tokens: 1 to {limit} that the vocabulary has can be fed")
+    cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
+    grow_cache(cache, end, limit)
     for start in range(0, len(ids), CHUNK):
-        logits = forward(ids[start:start + CHUNK], weights, config, cache, offset + start)
-        mx.eval(cache)  # nobody has asked for the logits yet, so the head has not run
-
-    # An id, or -1 where a logit is NaN or infinite (argmax would say 0): checked on the device, so that nobody waits for it.
-    choose = lambda logits: mx.where(mx.isfinite(logits).all(), sample(logits, temperature, top_p, top_k).astype(mx.int32), -1)
-    mx.async_eval(following := choose(logits))
-    for position in range(end, min(last, cache[0][0].shape[1]) + 1):
-        token = following
-        if position < last: mx.async_eval(following := choose(forward(token[None], weights, config, cache, position)))
-        token_id = token.item()  # read only now that the next step is queued: the device never waits for Python
-        if token_id < 0: raise ValueError("the logits are not finite: the weights are damaged, or overflow in this dtype")
-        if token_id in stop: return
+        logits = forward(ids[start : start + CHUNK], weights, config, cache, offset + start)
+        mx.eval(cache)  # MLX is lazy: only the last chunk's logits, used below, are ever computed
+    rng = random.Random(seed)  # without a seed, different each time
+    next_token = choose(logits, rng, draw)
+    # The device never waits for Python: the next step is queued before a token is read. Where that
+    # token turns out to be the last, the queued step was computed for nothing.
+    for position in range(end, limit + 1):
+        token = next_token  # it stands at `position`
+        if position < limit:
+            grow_cache(cache, position + 1, limit)
+            next_token = choose(forward(token[None], weights, config, cache, position), rng, draw)
+        token_id = token.item()
+        if token_id < 0:  # choose says so
+            raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
+        if token_id in stop:
+            return
         yield token_id
 
-# ---- 11. Command line: arguments go in; the answer streams to stdout, everything around it to stderr.
 
-note = functools.partial(print, file=sys.stderr, flush=True)
+def choose(logits, rng, draw):
+    """Sample, or -1 where a logit is not finite. Starts the computation, and does not wait."""
+    token = sample(logits, key=mx.random.key(rng.getrandbits(64)), **draw)
+    token = mx.where(mx.isfinite(logits).all(), token, mx.array(-1))
+    mx.async_eval(token)
+    return token
 
-def find_model(name):
-    """--model -> folder: as given, downloaded, or (no weights yet and offline) the bundled miniature."""
-    folder = Path(re.sub(r"[^/]*\.safetensors$", "", name) if name else HERE / "Qwen3-0.6B").expanduser()
-    if any(folder.glob("*.safetensors")) or name and folder.exists(): return max(folder.glob("snapshots/*"), default=folder)
-    try:
-        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        from huggingface_hub import snapshot_download  # comes with tokenizers; shows progress, resumes
-        got = snapshot_download(name or "Qwen/Qwen3-0.6B", local_dir=None if name else folder, allow_patterns="*.[js]*")
-        return next(Path(got).glob("*.safetensors")).parent  # offline, the hub returns a folder without weights
-    except Exception as error:
-        if name: raise ValueError(f"--model {name}: no such folder, and no such download now ({type(error).__name__})")
-        note(f"Qwen3-0.6B cannot be downloaded now; {folder}/README.md says how to get it by hand. The bundled miniature answers.")
-        return HERE / "tests" / "Qwen3-mini"
+
+# ---- 11. Command line: arguments go in; the answer goes to stdout, all around it to stderr.
+def main():
+    usual = "The capital of France is"
+    parser = argument_parser("Continue a text with Qwen3.", f'python llm_inference.py "{usual}"')
+    parser.add_argument("prompt", nargs="*", default=[usual], help=f'"{usual}"; - reads stdin')
+    args = parser.parse_intermixed_args()
+    prompt = " ".join(args.prompt)
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
+        prompt = prompt.replace("\r\n", "\n").rstrip("\n")
+    if not prompt.strip():
+        parser.error("the prompt is empty")
+    weights, config, tokenizer = load_model(args)
+    ids = encode(prompt, tokenizer)
+    note(f"Prompt: {prompt}\n{'-' * 60}")
+    start = time.perf_counter()
+    tokens = generate(ids, weights, config, config["eos_token_id"], **options(args))
+    first = list(itertools.islice(tokens, 1))  # prefill, reading the prompt, ends with this token
+    prefill = time.perf_counter() - start
+    note("Output: ", end="")
+    print(prompt, end="", flush=True)
+    count = stream(itertools.chain(first, tokens), tokenizer, [])  # decode, token by token
+    total = time.perf_counter() - start
+    if count == min(args.max_tokens, config["max_position_embeddings"] - len(ids) + 1):
+        note("(cut: --max-tokens or the context is used up)")
+    decoded = max(count - 1, 0)
+    note(
+        f"Time: {total:.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, "
+        f"decode {decoded} tokens at {decoded / (total - prefill):.0f} tokens/s, "
+        f"peak memory {mx.get_peak_memory() / 1e9:.2g} GB)"
+    )
+
+
+def argument_parser(description, example):
+    """The flags that all programs here share; a wrong one is one line on stderr, exit code 2."""
+    wide = functools.partial(argparse.HelpFormatter, width=79)
+    parser = argparse.ArgumentParser(
+        Path(sys.argv[0]).name, argparse.SUPPRESS, formatter_class=wide
+    )
+    parser.description = f"{description} The answer goes to stdout. Example: {example}"
+    flag = parser.add_argument
+    flag("--model", help="a folder with a dense Qwen3 (Qwen3-0.6B, else the bundled miniature)")
+    flag("--max-tokens", type=number(int, 1), default=100, help="stop after N tokens (%(default)s)")
+    flag("--temperature", type=number(float), default=0.0, help="0: the likeliest token")
+    flag("--top-k", type=number(int), default=0, help="draw among the K likeliest (0: all)")
+    flag(
+        "--top-p", type=number(float, 0, 1), default=1.0, help="of these, those that make up P (1)"
+    )
+    flag("--seed", type=number(int), help="a number that makes the draws repeatable")
+    flag("--dtype", choices=["float32", "bfloat16", "float16"], help="compute in this type instead")
+    return parser
+
+
+def number(kind, low=0, high=2**63):
+    def parse(text):
+        if low <= kind(text) <= high:
+            return kind(text)
+        raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+
+    parse.__name__ = "number"
+    return parse
+
+
+def options(args):  # the flags that generate takes
+    return {name: vars(args)[name] for name in SAMPLING_FLAGS}
+
+
+def load_model(args):
+    """Find, load and announce what --model and --dtype ask for."""
+    folder = find_model(args.model).resolve()
+    weights, config, tokenizer = load(folder, args.dtype and getattr(mx, args.dtype))
+    name = folder.parents[1].name if folder.parent.name == "snapshots" else folder.name
+    sizes = f"{config['num_hidden_layers']} layers, {config['hidden_size']} dim"
+    heads = f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads"
+    note(f"Model: {name.removeprefix('models--').replace('--', '/')} ({sizes}, {heads})")
+    return weights, config, tokenizer
+
+
+def find_model(name=None):
+    """The folder named; without a name Qwen3-0.6B beside this file, else the bundled miniature."""
+    here = Path(__file__).resolve().parent
+    if not name and any(here.glob("Qwen3-0.6B/model*.safetensors")):
+        return here / "Qwen3-0.6B"
+    if not name and (here / "tests/Qwen3-mini").is_dir():
+        note("The bundled miniature answers; python -m examples.download gets Qwen3-0.6B (1.5 GB).")
+        return here / "tests/Qwen3-mini"
+    folder = Path(re.sub(r"[^/]*\.safetensors$", "", name or f"{here}/Qwen3-0.6B")).expanduser()
+    if not folder.is_dir():
+        way = "a model is a folder with config.json, tokenizer.json and model.safetensors"
+        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name or ""):
+            way = f"python -m examples.download {name} gets it"
+        elif not name:
+            way = "huggingface.co/Qwen/Qwen3-0.6B has weights, and --model runs another folder"
+        raise ValueError(f"{folder} is not there: {way}")
+    return hub_version(folder) if (folder / "snapshots").is_dir() else folder
+
+
+def hub_version(folder):
+    """In a cache of the hub: the version that refs/main names, else the newest complete one."""
+    versions = sorted((folder / "snapshots").iterdir(), key=os.path.getmtime, reverse=True)
+    main = folder / "refs" / "main"
+    if main.exists() and folder / "snapshots" / main.read_text().strip() in versions:
+        return folder / "snapshots" / main.read_text().strip()
+    for version in versions:
+        with contextlib.suppress(ValueError):
+            load(version, lazy=True)
+            return version
+    return max(versions, default=folder)
+
+
+def encode(text, tokenizer):  # bytes that are not UTF-8 become the replacement character
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
 
 def stream(token_ids, tokenizer, answer):
-    """Print characters as soon as they are whole. `answer` collects the ids; what is held back is printed in any case."""
-    decoder, printed = tokenizers.decoders.DecodeStream(skip_special_tokens=False), 0
+    """Print characters as soon as they are whole, collect the ids in `answer`, return their number.
+
+    A character may be spread over several tokens. What is held back is printed in any case.
+    """
+    decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
+    printed = 0
     try:
         for token_id in token_ids:
             answer.append(token_id)
-            printed += sys.stdout.write(decoder.step(tokenizer, token_id) or "")  # write counts what it wrote
+            printed += sys.stdout.write(decoder.step(tokenizer, token_id) or "")
             sys.stdout.flush()
-    finally: print(tokenizer.decode(answer, skip_special_tokens=False)[printed:], flush=True)
+    finally:
+        held_back = tokenizer.decode(answer, skip_special_tokens=False)[printed:]
+        print(held_back, flush=True)
+    return len(answer)
 
-def main():
-    """Continue a prompt with Qwen3, or chat. stdout gets the answer, stderr the rest.
 
-      llm_inference.py ["The capital of France is"]    - reads the text from stdin
-      llm_inference.py --chat ["Message"]    answer it, or converse until Ctrl-D
+def note(text, end="\n"):
+    print(text, end=end, file=sys.stderr, flush=True)
 
-    --model M         a folder, or a hub name like mlx-community/Qwen3-0.6B-4bit
-    --max-tokens N    stop after N (100; 2000 with --chat, 4000 with --think)
-    --temperature T   0: the likeliest token, 1: as the model would draw, above:
-                      wilder (0; 0.7 with --chat, 0.6 with --think)
-    --top-k K         draw among the K likeliest, 0: all (0; 20 with --chat)
-    --top-p P         of these, among the fewest that together reach P
-                      (1; 0.8 with --chat, 0.95 with --think)
-    --seed S          make the draws repeatable; without it, runs differ
-    --think           chat, with thinking before the answer
-    --explain         first show tokens, layers, probabilities and cache
-    --plain           the spelled-out math, even where a fused kernel is quicker
-    --dtype D         float32, bfloat16 or float16, whatever the files hold
-    """
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # the page above is the help, and an error is one line
-    parser.format_help, add = lambda: main.__doc__.replace("\n    ", "\n"), parser.add_argument
-    add("prompt", nargs="?"), add("--model"), add("--dtype", choices=["float32", "bfloat16", "float16"])
-    for flag in "--chat", "--think", "--explain", "--plain": add(flag, action="store_true")
-    numbers = {"temperature": (0, 100, 0.0, 0.7, 0.6), "top_p": (0, 1, 1.0, 0.8, 0.95),  # range; text, --chat, --think
-               "top_k": (0, 10**9, 0, 20, 20), "max_tokens": (1, 10**9, 100, 2000, 4000), "seed": (0, 2**63, *[time.time_ns()] * 3)}
-    for key, (*_, usual) in numbers.items(): add("--" + key.replace("_", "-"), type=type(usual))
-    args = parser.parse_args()
-    args.chat |= args.think  # their sum: 0 text, 1 chat, 2 thinking
-    for key, (low, high, *usual) in numbers.items():
-        value = numbers[key] = usual[args.chat + args.think] if getattr(args, key) is None else getattr(args, key)
-        if not low <= value <= high: parser.error(f"--{key.replace('_', '-')} goes from {low} to {high}, not {value}")
-    prompt = "The capital of France is" if args.prompt is None and not args.chat else args.prompt
-    if prompt == "-": prompt = sys.stdin.read().rstrip("\n")
-    if prompt is not None and not prompt.strip(): parser.error("the prompt is empty")
 
-    weights, config, tokenizer = load(folder := find_model(args.model), args.dtype and getattr(mx, args.dtype))
-    config["plain"] |= args.plain
-    mx.random.seed(numbers.pop("seed"))
-    sys.stdout.reconfigure(errors="replace")
-    note(f"Model: {folder.name} ({config['num_hidden_layers']} layers, {config['hidden_size']} dim, "
-         f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads)")
-    encode = lambda text: tokenizer.encode(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), add_special_tokens=False).ids
-    opening, closing, reply, skip = map(encode, ["<|im_start|>", "<|im_end|>\n", "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"])
-    tokenizer.add_special_tokens([token.content for token in tokenizer.get_added_tokens_decoder().values()])  # <think> as well
-    tokenizer.encode_special_tokens = args.chat  # what is typed in a chat stays text, be it <|im_end|>
-    dialogue, fed, cache, limit = [], [], make_cache(weights, config, 0), config["max_position_embeddings"]
-    for message in [prompt] if prompt else filter(str.strip, iter(lambda: input("> " if sys.stdout.isatty() else ""), None)):
-        if args.chat: dialogue += opening + encode("user\n" + message) + closing
-        ids = dialogue + reply + skip * (not args.think) if args.chat else encode(message)
-        room = len(ids) + min(numbers["max_tokens"], limit)
-        if room > cache[0][0].shape[1]: cache = [[mx.pad(a, [(0, 0), (0, room), (0, 0)]) for a in pair] for pair in cache]
-        offset = len(os.path.commonprefix([fed, ids[:-1]]))  # what the cache holds of this already
-        if args.explain: runpy.run_path(str(HERE / "tests/explain.py"))["explain"](ids, weights, config, tokenizer)
-        if prompt: note(f"Prompt: {prompt}", "-" * 60, *[f"(reading {len(ids)} tokens)"] * (len(ids) > CHUNK), sep="\n")
-        answer, start, prefill = [], time.perf_counter(), 0
-        with contextlib.nullcontext() if prompt else contextlib.suppress(KeyboardInterrupt):
-            tokens = generate(ids[offset:], weights, config, config["eos_token_id"], cache=cache, offset=offset, **numbers)
-            first, prefill = list(itertools.islice(tokens, 1)), time.perf_counter() - start
-            if prompt: note("Output: ", end="")
-            print("" if args.chat else prompt, end="", flush=True)
-            stream(itertools.chain(first, tokens), tokenizer, answer)
-        if len(answer) == min(numbers["max_tokens"], limit - len(ids) + 1): note("(cut: --max-tokens or the context is used up)")
-        if prompt: note(f"Time: {(total := time.perf_counter() - start):.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, decode "
-            f"{len(answer[1:])} tokens at {len(answer[1:]) / (total - prefill):.0f} tokens/s, peak memory {mx.get_peak_memory() / 1e9:.2g} GB)")
-        text = re.sub("(?s)^.*</think>|^<think>.*", "", tokenizer.decode(answer, skip_special_tokens=False)).lstrip("\n")
-        fed, dialogue = ids + answer[:-1] if answer else ids[:offset], dialogue + opening + encode("assistant\n" + text) + closing
+def run(program):
+    """Run a main function. An error is one line on stderr and exit code 1; Ctrl-C is 130."""
+    status = 0
+    try:
+        sys.stdout.reconfigure(errors="replace")
+        program()
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as error:
+        if not isinstance(error, BrokenPipeError):  # a reader that left is no error
+            note(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}")
+            status = 1
+    os._exit(status)  # without closing stdout, since a full disk would complain again
+
 
 if __name__ == "__main__":
-    try: status = main()
-    except (EOFError, BrokenPipeError, KeyboardInterrupt) as end: status = 130 if isinstance(end, KeyboardInterrupt) else 0
-    except Exception as error: status = note("llm_inference.py:", " ".join(str(error).split())) or 1
-    os._exit(status or 0)  # at once: a failed flush of a full disk's stdout must not complain twice
+    run(main)

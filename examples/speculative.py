@@ -1,0 +1,186 @@
+"""Can a model write several tokens in one step, without changing what it writes?
+
+Scoring five rows costs little more than scoring one, since the weights are read once for all. So a
+cheap draft guesses the next tokens, the model scores all guesses in one pass, and those that it
+would have written itself stay; the first other one is replaced by its own choice. What the rejected
+ones left in the cache is written over.
+
+    python -m examples.speculative --max-tokens 60
+
+Drafts: what followed the last tokens earlier in the text (prompt lookup), or with --draft FOLDER a
+smaller model. Papers: arXiv 2211.17192, 2302.01318
+"""
+
+import random
+import time
+
+import mlx.core as mx
+
+import llm_inference as llm
+from examples.batch import Sequence
+
+CITIES = "The capital of Italy is Rome. The capital of Germany is Berlin. The capital of Spain is"
+NGRAM = 3  # the last tokens, which must have stood before
+
+
+class Lookup:
+    """Guesses that the text goes on as it did after the latest earlier place of its last tokens."""
+
+    def __init__(self):
+        self.after = {}  # n-gram -> where the text went on after it
+        self.known = NGRAM  # the n-grams before this place are in `after`
+        self.failures = 0  # in a row
+        self.pause = 0  # steps without a guess
+
+    def propose(self, ids, count, rng):
+        """Up to `count` pairs: an id, the probabilities it was drawn with (None: it was not)."""
+        for place in range(self.known, len(ids)):
+            self.after[tuple(ids[place - NGRAM : place])] = place
+        self.known = max(NGRAM, len(ids))
+        if self.pause > 0:
+            self.pause -= 1
+            return []
+        start = self.after.get(tuple(ids[-NGRAM:]), len(ids))
+        return [(guess, None) for guess in ids[start : start + count]]
+
+    def learn(self, agreed):
+        """A wrong guess costs time, so each failure in a row doubles the pause."""
+        self.failures = 0 if agreed else self.failures + 1
+        self.pause = 2 ** min(self.failures, 6) if self.failures else 0
+
+
+class Model:
+    """Guesses what a smaller model would write."""
+
+    def __init__(self, weights, config, sampling):
+        self.weights = weights
+        self.config = config
+        self.sampling = sampling
+        self.cache = llm.make_cache(weights, config, 0)
+        self.fed = []  # the ids in the cache
+
+    def propose(self, ids, count, rng):
+        while self.fed != ids[: len(self.fed)]:
+            self.fed.pop()  # a rejected guess
+        fed = len(self.fed)
+        text = Sequence(ids[fed:], self.config, max_tokens=10**9, cache=self.cache, offset=fed)
+        while text.read(llm.CHUNK, self.weights, self.config):
+            continue
+        proposed = []
+        while len(proposed) < count and not text.ended:  # it ends where the context is used up
+            text.make_room(self.weights, self.config)
+            logits = llm.forward(text.pending, self.weights, self.config, self.cache, text.offset)
+            q = probabilities(logits, **self.sampling)
+            guess = draw(q, rng)
+            proposed.append((guess, q))
+            text.accept(guess, stop=())
+        self.fed = (ids + text.answer)[: text.offset]
+        return proposed
+
+    def learn(self, agreed):
+        pass
+
+
+def speculate(
+    prompt, weights, config, stop, draft, guesses=4, max_tokens=100, seed=None, **sampling
+):
+    """Yield the ids of each step, which together are what generate yields; 1 to guesses + 1."""
+    text = Sequence(prompt, config, max_tokens)
+    if text.error:
+        raise ValueError(text.error)
+    while text.read(llm.CHUNK, weights, config):
+        continue
+    text.make_room(weights, config)
+    rng = random.Random(seed)
+    ids = list(prompt)
+    while len(ids) <= text.limit:
+        proposed = draft.propose(ids, min(guesses, text.limit - len(ids)), rng)
+        rows = ids[-1:] + [guess for guess, _ in proposed]
+        offset = len(ids) - 1  # back over all that was rejected
+        llm.grow_cache(text.cache, offset + len(rows), text.limit)
+        x = llm.hidden_states(rows, weights, config, text.cache, offset)
+        logits = llm.head(x, weights, config)
+        written = []
+        for row, (guess, q) in enumerate(proposed):
+            written.append(judge(guess, probabilities(logits[row], **sampling), q, rng))
+            if written[-1] != guess:
+                break  # the rows after it follow a text that is not written
+        else:  # all agreed: the last row's choice comes as a gift
+            written.append(draw(probabilities(logits[-1], **sampling), rng))
+        if proposed:
+            draft.learn(len(written) - 1)
+        ids += written
+        ends = [place for place, token_id in enumerate(written) if token_id in stop]
+        if ends:
+            yield written[: ends[0]]
+            return
+        yield written
+
+
+def judge(guess, p, q, rng):
+    """The guess, drawn from q, or another id: in all, an id drawn from p."""
+    if q is None:
+        q = (mx.arange(len(p)) == guess).astype(p.dtype)
+    if rng.random() * q[guess].item() < p[guess].item():  # with probability p / q, at most 1
+        return guess
+    return draw(mx.maximum(p - q, 0), rng)  # ids that q proposes less often than p wants
+
+
+def probabilities(logits, temperature=0.0, top_p=1.0, top_k=0):  # (V,) -> (V,)
+    """What the file's `sample` draws from."""
+    if not mx.isfinite(logits).all():
+        raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
+    if temperature < 1e-5:
+        return (mx.arange(len(logits)) == mx.argmax(logits)).astype(mx.float32)
+    logits = logits.astype(mx.float32) / temperature
+    return mx.softmax(llm.filter_logits(logits, top_p, top_k) if top_p < 1 or top_k else logits)
+
+
+def draw(p, rng):
+    key = mx.random.key(rng.getrandbits(64))
+    return mx.random.categorical(mx.log(p), key=key).item()
+
+
+def main():
+    command = "python -m examples.speculative --max-tokens 60"
+    parser = llm.argument_parser("Continue a text, several tokens a step.", command)
+    usual = f"{CITIES} Madrid. {CITIES}"
+    parser.add_argument("prompt", nargs="*", default=[usual], help="(a text that repeats itself)")
+    parser.add_argument("--draft", metavar="FOLDER", help="a smaller model that guesses")
+    parser.add_argument("--guesses", type=llm.number(int, 1, 64), default=4, help="(%(default)s)")
+    args = parser.parse_intermixed_args()
+    prompt = " ".join(args.prompt)
+    weights, config, tokenizer = llm.load_model(args)
+    stop = config["eos_token_id"]
+    flags = llm.options(args)
+    sampling = {name: flags[name] for name in ("temperature", "top_p", "top_k")}
+    draft = Lookup()
+    if args.draft:
+        dtype = getattr(mx, args.dtype) if args.dtype else None
+        draft_weights, draft_config, own = llm.load(llm.find_model(args.draft), dtype)
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{args.draft} has another vocabulary: its ids mean other texts")
+        draft = Model(draft_weights, draft_config, sampling)
+    ids = llm.encode(prompt, tokenizer)
+    print(prompt, end="", flush=True)
+    start = time.perf_counter()
+    steps = speculate(ids, weights, config, stop, draft, args.guesses, **flags)
+    sizes = []
+    count = llm.stream(counted(steps, sizes), tokenizer, [])
+    rate = count / (time.perf_counter() - start)
+    start = time.perf_counter()
+    single = list(llm.generate(ids, weights, config, stop, **flags))
+    single_rate = len(single) / (time.perf_counter() - start)
+    llm.note(f"{count} tokens in {len(sizes)} steps, {count / max(len(sizes), 1):.2f} a step")
+    llm.note(f"Time: {rate:.1f} tokens/s, reading included; generate: {single_rate:.1f}")
+
+
+def counted(steps, sizes):
+    """The ids of all steps, one by one; the number of each step's goes to `sizes`."""
+    for written in steps:
+        sizes.append(len(written))
+        yield from written
+
+
+if __name__ == "__main__":
+    llm.run(main)
