@@ -70,7 +70,8 @@ class Sequence:
         self.error = ""
         if not ids or end > self.limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
             self.ended = "error"
-            self.error = f"a prompt of {end} tokens: 1 to {self.limit} known ones can be fed"
+            known = f"1 to {self.limit} that the vocabulary has"
+            self.error = f"{end} prompt tokens: {known} can be fed"
 
     def make_room(self, weights, config):
         self.cache = self.cache or llm.make_cache(weights, config, 0)

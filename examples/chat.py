@@ -30,7 +30,10 @@ HISTORY = Path("~/.llm_inference_history").expanduser()
 
 
 def main():
-    parser = llm.argument_parser("Chat with Qwen3.", 'python -m examples.chat "Hi" --think')
+    parser = llm.argument_parser(
+        "Chat with Qwen3: temperature 0.7, top-p 0.8, top-k 20; with --think 0.6, 0.95, 20.",
+        'python -m examples.chat "Hi" --think',
+    )
     parser.add_argument("message", nargs="*", help="- reads it from stdin; none: a conversation")
     parser.add_argument("--think", action="store_true", help="think before each answer")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")

@@ -64,7 +64,7 @@ def main():
     print(f"{len(ids)} tokens, {args.dtype}: the largest difference over the largest value")
     for place, difference in differences.items():
         print(f"{difference:8.1e}  {describe(place)}")
-    print(verdict(differences, BOUNDS[args.dtype]))
+    print(verdict(differences, BOUNDS[args.dtype]), flush=True)
 
 
 def load(folder, dtype):

@@ -95,7 +95,7 @@ def show_attention(ids, weights, config, cache, tokenizer, layer, head):
     print(f"Attention of layer {layer}, head {head}: what a row's token takes, 0 '{SHADES}' 1")
     print(" " * 26 + "".join(str(position % 10) for position in range(first, len(ids))))
     for row, shares in enumerate(taken):
-        cells = [SHADES[round(share * (len(SHADES) - 1))] for share in shares[: row + 1]]
+        cells = [SHADES[round(share * (len(SHADES) - 1))] for share in shares]
         text = shown(tokenizer, ids[first + row], 14)
         print(f"  {first + row:>6}  {text}{' ' * (16 - columns(text))}{''.join(cells)}".rstrip())
 

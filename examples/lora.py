@@ -5,12 +5,11 @@ LoRA leaves each matrix W (out, in) as it is and adds a product of two thin ones
 numbers. What is not repeated is forgotten: --rehearse mixes in text that the model knows.
 
     python -m examples.lora --data examples/lora_facts.jsonl --rehearse examples/lora_rehearse.jsonl
-        --test examples/lora_questions.jsonl examples/lora_capitals.jsonl --rate 1e-3
-        --out /tmp/adapters --fuse /tmp/Qwen3-mini-lora                         (all in one line)
+        --test examples/lora_questions.jsonl examples/lora_capitals.jsonl --layers 4 --steps 120
+        --rate 1e-3 --out /tmp/adapters --fuse /tmp/Qwen3-mini-lora             (all in one line)
 
-A file has a JSON object a line: {"text": ...}, {"prompt": ..., "completion": ...} or {"messages":
-[...]}; of the last two, which become a conversation, only the answer is learned. mlx-lm takes the
-same files, and what is written here as its --adapter-path. Paper: LoRA, arXiv 2106.09685.
+examples/training_data.py says what a file may hold. The adapters are as mlx-lm writes them, for its
+--adapter-path. Paper: LoRA, arXiv 2106.09685.
 """
 
 import argparse
@@ -25,8 +24,8 @@ from mlx import nn, optimizers
 from tqdm import tqdm
 
 import llm_inference as llm
-from examples.chat_template import ChatTemplate
-from examples.quantize import folder_beside, write
+from examples.checkpoint import folder_beside, write
+from examples.training_data import read_records
 
 PLACES = [f"self_attn.{kind}_proj" for kind in "qkvo"]
 PLACES += [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
@@ -47,7 +46,7 @@ def main():
     flag("--fuse", type=Path, help="a new folder for the model with the adapters added in")
     flag("--rank", type=llm.number(int, 1), default=8, help="r (%(default)s)")
     flag("--scale", type=llm.number(float), default=20.0, help="on what is added (%(default)s)")
-    flag("--layers", type=llm.number(int, 1), help="only the last N layers (all)")
+    flag("--layers", type=llm.number(int, 1), default=999, help="only the last N layers (all)")
     flag("--places", nargs="+", choices=PLACES, default=PLACES, help="beside which matrices (all)")
     flag("--steps", type=llm.number(int, 1), default=200, help="(%(default)s)")
     flag("--batch", type=llm.number(int, 1), default=2, help="new records a step (%(default)s)")
@@ -56,24 +55,27 @@ def main():
     flag("--dtype", choices=["float32", "bfloat16", "float16"], help="compute in this type instead")
     args = parser.parse_args()
     for target in (args.out, args.fuse):
-        if target and target.exists():
-            parser.error(f"{target} exists already")
+        if target and (target.exists() or not target.absolute().parent.is_dir()):
+            parser.error(f"{target} must be a new folder in one that exists")
     folder = llm.find_model(args.model)
     weights, config, tokenizer = llm.load(folder, args.dtype and getattr(mx, args.dtype))
     if args.fuse and any(name.endswith(".scales") for name in weights):
-        parser.error("--fuse needs a model that is not quantized: rounding would lose the adapters")
+        parser.error("--fuse: a quantized matrix would round what is added; --out alone works")
     records = {}
-    for path in filter(None, [args.data, args.rehearse, *args.test]):
-        records[path] = read_records(path, folder, config, tokenizer)
+    for path in [args.data, args.rehearse, *args.test]:
+        records[path] = read_records(path, folder, config, tokenizer) if path else []
     llm.linear = with_adapters(llm.linear, args.scale)
-    layers = min(args.layers or math.inf, config["num_hidden_layers"])
+    layers = min(args.layers, config["num_hidden_layers"])
     adapters = make_adapters(config, args.rank, layers, args.places, args.seed)
-    before = {path: score(records[path], weights | adapters, config) for path in records}
-    known = records.get(args.rehearse, [])
+    before = {path: score(records[path], weights, config) for path in records}
+    known = records[args.rehearse]
     adapters = train(adapters, weights, config, records[args.data], known, args)
-    for path in records:
+    for path in filter(None, records):
         after = score(records[path], weights | adapters, config)
-        print(f"{path}: {before[path]} before, {after} after")
+        print(
+            f"{path}: {before[path]} right before, {after} after, of {len(records[path])}",
+            flush=True,
+        )
     with folder_beside(args.out) as out:
         form = {"rank": args.rank, "scale": args.scale, "dropout": 0.0, "keys": args.places}
         settings = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": form}
@@ -82,35 +84,6 @@ def main():
     if args.fuse:
         with folder_beside(args.fuse) as out:
             write(folder, out, fuse(weights, adapters, args.scale), {})
-
-
-def read_records(path, folder, config, tokenizer):
-    """A pair for each line: ids, and the place in them from which they are to be learned."""
-    records = []
-    template = None
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            record = json.loads(line)
-            if "text" in record:  # a document; the first stop id, <|endoftext|>, ends one
-                ids = llm.encode(record["text"], tokenizer) + config["eos_token_id"][:1]
-                records.append((ids, 1))
-                continue
-            messages = record.get("messages")
-            if messages is None:
-                question = {"role": "user", "content": record["prompt"]}
-                messages = [question, {"role": "assistant", "content": record["completion"]}]
-            template = template or ChatTemplate(folder, tokenizer)
-            ids = template.encode(messages[:-1])  # as a chat sets it up, an empty thought included
-            answer = llm.encode(messages[-1]["content"], tokenizer) + list(template.end_of_turn)
-            records.append((ids + answer, len(ids)))
-        except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path}, line {number}: no text, prompt, messages ({error!r})"
-            ) from None
-    longest = max((len(ids) for ids, _ in records), default=0)
-    if not 1 < longest <= config["max_position_embeddings"]:
-        raise ValueError(f"{path}: the longest record has {longest} tokens")
-    return records
 
 
 def make_adapters(config, rank, layers, places, seed):
@@ -149,46 +122,40 @@ def answer_logits(ids, start, weights, config):  # -> (tokens from start on, V)
     return llm.head(rows[start - 1 :], weights, config)  # row i says what comes at i + 1
 
 
-def loss(adapters, ids, start, weights, config):
-    """Mean of -log(probability) of the tokens to learn. Adapters come first: of the first argument
-    mx.value_and_grad takes the gradient.
+def loss(adapters, batch, weights, config):
+    """Mean of -log(probability) of the tokens to learn. mx.value_and_grad takes the gradient of the
+    first argument: the adapters, and no others.
     """
-    logits = answer_logits(ids, start, weights | adapters, config).astype(mx.float32)
-    return nn.losses.cross_entropy(logits, mx.array(ids[start:]), reduction="mean")
+    total = 0
+    for ids, start in batch:
+        logits = answer_logits(ids, start, weights | adapters, config).astype(mx.float32)
+        total += nn.losses.cross_entropy(logits, mx.array(ids[start:]), reduction="mean")
+    return total / len(batch)
 
 
 def train(adapters, weights, config, new, known, args):
     rng = random.Random(args.seed)
+    new = rounds(new, rng)
+    known = rounds(known, rng)
     rate = optimizers.linear_schedule(args.rate, 0.0, args.steps)
     optimizer = optimizers.AdamW(learning_rate=rate, weight_decay=0.0)
     loss_and_gradient = mx.value_and_grad(loss)
-    sources = [(rounds(new, rng), args.batch)]
-    if known:
-        sources.append((rounds(known, rng), 3 * args.batch))
     bar = tqdm(range(args.steps), unit="step")
     for step in bar:
-        batch = []
-        for source, count in sources:
-            batch += itertools.islice(source, count)
-        mean_loss = 0
-        mean_gradient = dict.fromkeys(adapters, 0)
-        for ids, start in batch:
-            value, gradient = loss_and_gradient(adapters, ids, start, weights, config)
-            mean_loss += value.item() / len(batch)
-            for name in adapters:
-                mean_gradient[name] = mean_gradient[name] + gradient[name] / len(batch)
-            mx.eval(mean_gradient)  # record by record: memory for one
-        if not math.isfinite(mean_loss):
-            raise ValueError(f"the loss is not finite after {step} steps: a lower --rate may help")
-        adapters = optimizer.apply_gradients(mean_gradient, adapters)
+        batch = list(itertools.islice(new, args.batch))
+        batch += itertools.islice(known, 3 * args.batch)
+        value, gradient = loss_and_gradient(adapters, batch, weights, config)
+        adapters = optimizer.apply_gradients(gradient, adapters)
         mx.eval(adapters, optimizer.state)
-        bar.set_postfix(loss=f"{mean_loss:.3f}")
+        if not math.isfinite(value.item()):
+            raise ValueError(f"the loss is not finite at step {step}: a lower --rate may help")
+        bar.set_postfix(loss=f"{value.item():.3f}")
     return adapters
 
 
 def rounds(records, rng):
-    """All records in random order, again and again."""
-    while True:
+    """All records in random order, again and again; nothing where there are none."""
+    while records:
         yield from rng.sample(records, len(records))
 
 
@@ -198,7 +165,7 @@ def score(records, weights, config):
     for ids, start in records:
         choices = mx.argmax(answer_logits(ids, start, weights, config), axis=-1)
         right += choices.tolist() == ids[start:]
-    return f"{right} of {len(records)}"
+    return right
 
 
 def fuse(weights, adapters, scale):

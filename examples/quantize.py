@@ -12,17 +12,13 @@ mlx-lm runs the new folder, too. Paper: group-wise quantization, arXiv 2206.0186
 """
 
 import argparse
-import contextlib
-import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 
 import llm_inference as llm
+from examples.checkpoint import folder_beside, write
 
-SHARD = 5 * 2**30  # bytes in one file at most, as on the hub
 BITS = [2, 3, 4, 5, 6, 8]
 TABLES = ("model.embed_tokens", "lm_head")  # only one where they are tied
 
@@ -60,8 +56,11 @@ def main():
     kl, agreement = cost(before, after)
     old_size = sum(array.nbytes for array in weights.values())
     new_size = sum(array.nbytes for array in smaller.values())
-    print(f"{old_size:,} bytes became {new_size:,} ({new_size / old_size:.0%})")
-    print(f"over {len(ids)} tokens: mean KL {kl:.5f}, the same first choice {agreement:.1%}")
+    print(f"{old_size:,} bytes became {new_size:,} ({new_size / old_size:.0%})", flush=True)
+    print(
+        f"over {len(ids)} tokens: mean KL {kl:.5f}, the same first choice {agreement:.1%}",
+        flush=True,
+    )
 
 
 def quantize(weights, config, bits, group_size, embed_bits=None):
@@ -99,44 +98,6 @@ def cost(before, after):  # (L, V), (L, V) -> mean KL divergence, share of equal
     kl = mx.sum(mx.exp(before) * (before - after), axis=-1)
     same = mx.argmax(before, axis=-1) == mx.argmax(after, axis=-1)
     return mx.mean(kl).item(), mx.mean(same).item()
-
-
-@contextlib.contextmanager
-def folder_beside(target):
-    """A folder to write to, which becomes target at the end. If something fails, it vanishes."""
-    if target.exists() or target.is_symlink():
-        raise ValueError(f"{target} exists already")
-    parent = target.absolute().parent  # another disk could not rename it
-    with tempfile.TemporaryDirectory(prefix=f"{target.name}.unfinished-", dir=parent) as beside:
-        folder = Path(beside) / "model"
-        folder.mkdir()
-        yield folder
-        folder.rename(target)
-
-
-def write(source, folder, weights, changes):
-    """The weights in files of at most SHARD bytes, all other files of source, and its config."""
-    shards = [{}]
-    room = SHARD
-    for name, array in weights.items():
-        if array.nbytes > room and shards[-1]:
-            shards.append({})
-            room = SHARD
-        shards[-1][name] = array
-        room -= array.nbytes
-    place = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        mx.save_safetensors(str(folder / file), shard, metadata={"format": "mlx"})
-        place |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": sum(array.nbytes for array in weights.values())}}
-    index |= {"weight_map": place}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for path in source.iterdir():
-        if path.is_file() and ".safetensors" not in path.name:
-            shutil.copyfile(path, folder / path.name)
-    config = json.loads((source / "config.json").read_bytes()) | changes
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import llm_inference as llm
 
 SPLIT_AXIS = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], 0)  # rows
 SPLIT_AXIS |= dict.fromkeys(["o_proj", "down_proj"], 1)  # columns; all others are kept whole
+HEADS = ["num_attention_heads", "num_key_value_heads"]
 
 
 def main():
@@ -53,7 +54,7 @@ def load_share(args, rank, size):
         folder = llm.find_model(args.model)
         dtype = getattr(mx, args.dtype) if args.dtype else None
         weights, config, tokenizer = llm.load(folder, dtype=dtype, lazy=True)
-        for heads in ("num_attention_heads", "num_key_value_heads"):
+        for heads in HEADS:
             config[heads] = divide(config[heads], size, heads)
         keep_share(weights, rank, size)
     except Exception as error:  # not raised yet: the others must not wait for this rank for ever
@@ -69,7 +70,7 @@ def keep_share(weights, rank, size):
     """Replace each split matrix by this rank's part. Of a quantized one, packed numbers, scales and
     biases are split alike; columns only between groups.
     """
-    for name in weights:
+    for name in sorted(weights):  # so groups, in biases, are counted before packed numbers
         matrix, _, part = name.rpartition(".")
         axis = SPLIT_AXIS.get(matrix.rpartition(".")[-1])
         if axis is not None:

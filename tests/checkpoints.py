@@ -1,4 +1,5 @@
 """Checkpoints with random weights, in the published file layout, for tests and benchmarks: nothing is downloaded."""
+
 import json
 import shutil
 from pathlib import Path
@@ -7,18 +8,47 @@ import mlx.core as mx
 
 MINI = Path(__file__).parent / "Qwen3-mini"
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-FULL_SIZE = dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-                 intermediate_size=3072, vocab_size=151936, max_position_embeddings=40960)
+FULL_SIZE = dict(
+    hidden_size=1024,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+)
 
 
 def make_config(**changes):
     """A small Qwen3 configuration in the older layout; a change to None removes the key."""
-    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", attention_bias=False,
-                  hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                  intermediate_size=96, vocab_size=2048, rms_norm_eps=1e-6, rope_theta=1000000, rope_scaling=None,
-                  max_position_embeddings=4096, tie_word_embeddings=True, use_sliding_window=False,
-                  eos_token_id=2, torch_dtype="float32") | changes
-    return {key: value for key, value in config.items() if value is not None or key == "rope_scaling"}
+    config = (
+        dict(
+            architectures=["Qwen3ForCausalLM"],
+            model_type="qwen3",
+            hidden_act="silu",
+            attention_bias=False,
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=96,
+            vocab_size=2048,
+            rms_norm_eps=1e-6,
+            rope_theta=1000000,
+            rope_scaling=None,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            use_sliding_window=False,
+            eos_token_id=2,
+            torch_dtype="float32",
+        )
+        | changes
+    )
+    return {
+        key: value for key, value in config.items() if value is not None or key == "rope_scaling"
+    }
 
 
 def random_weights(config, dtype=mx.float32, seed=0):
@@ -26,9 +56,21 @@ def random_weights(config, dtype=mx.float32, seed=0):
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or D // H
-    matrices = {"self_attn.q_proj": (H * d, D), "self_attn.k_proj": (K * d, D), "self_attn.v_proj": (K * d, D),
-                "self_attn.o_proj": (D, H * d), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
-    norms = {"input_layernorm": D, "post_attention_layernorm": D, "self_attn.q_norm": d, "self_attn.k_norm": d}
+    matrices = {
+        "self_attn.q_proj": (H * d, D),
+        "self_attn.k_proj": (K * d, D),
+        "self_attn.v_proj": (K * d, D),
+        "self_attn.o_proj": (D, H * d),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
+    norms = {
+        "input_layernorm": D,
+        "post_attention_layernorm": D,
+        "self_attn.q_norm": d,
+        "self_attn.k_norm": d,
+    }
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (V, D)
@@ -70,7 +112,8 @@ def quantize(weights, config, bits=4, group_size=64, choose=None):
             packed[key] = array
             continue
         packed[f"{name}.weight"], packed[f"{name}.scales"], packed[f"{name}.biases"] = mx.quantize(
-            array, group_size=own[1], bits=own[0])
+            array, group_size=own[1], bits=own[0]
+        )
         if own != (bits, group_size):
             plan[name] = {"group_size": own[1], "bits": own[0]}
     return packed, config | {"quantization": plan, "quantization_config": plan}

@@ -1,4 +1,5 @@
 """Lets the tests import llm_inference.py and each other, from wherever pytest is started."""
+
 import sys
 from pathlib import Path
 

@@ -1,8 +1,9 @@
 """Keeps README.md true: runs its Python sessions and console examples and writes what they really print.
 
-    python tests/readme.py          renew the outputs in README.md, and copy its blocks to README.zh-CN.md
-    tests/test_readme.py            fails when an output, an excerpt, a link or a picture is no longer right
+python tests/readme.py          renew the outputs in README.md, and copy its blocks to README.zh-CN.md
+tests/test_readme.py            fails when an output, an excerpt, a link or a picture is no longer right
 """
+
 import contextlib
 import io
 import os
@@ -57,8 +58,16 @@ def run_console(content):
     for line in content.splitlines():
         if line.startswith("$ python "):
             arguments = [sys.executable, *shlex.split(line)[2:]]
-            done = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  env=os.environ | {"PYTHONIOENCODING": "utf-8"}, text=True, encoding="utf-8", timeout=120)
+            done = subprocess.run(
+                arguments,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+                text=True,
+                encoding="utf-8",
+                timeout=120,
+            )
             output += [line, *done.stdout.splitlines()]
     return "\n".join(output) + "\n"
 
@@ -92,4 +101,6 @@ if __name__ == "__main__":
     english, chinese = READMES
     english.write_text(renewed(english.read_text(encoding="utf-8")), encoding="utf-8")
     fenced = iter([match[0] for match in FENCE.finditer(english.read_text(encoding="utf-8"))])
-    chinese.write_text(FENCE.sub(lambda _: next(fenced), chinese.read_text(encoding="utf-8")), encoding="utf-8")
+    chinese.write_text(
+        FENCE.sub(lambda _: next(fenced), chinese.read_text(encoding="utf-8")), encoding="utf-8"
+    )

@@ -57,15 +57,18 @@ class Talk:
             self.turns.append((offset, list(ids), list(self.held)))
 
 
-def talk(monkeypatch, capsys, *args, says=(), answers=None, folder=MINI, model=True):
+def talk(monkeypatch, capsys, *args, says=(), answers=None, folder=MINI, model=True, interrupt=()):
     """Run main() on the miniature. `answers` replaces what is sampled: a list of ids per turn, an
-    exception among them is raised. Without `model`, only the folder's tokenizer is there.
+    exception among them is raised. Without `model`, only the folder's tokenizer is there. Of the
+    chunks that are read, those that are False in `interrupt` meet a Ctrl-C.
     """
     record, step = Talk(), [0]
     real_forward, real_sample = llm_inference.forward, llm_inference.sample
 
     def forward(token_ids, weights, config, cache, offset):
         ids = token_ids.tolist() if isinstance(token_ids, mx.array) else list(token_ids)
+        if len(ids) > 1 and interrupt and not interrupt.pop(0):
+            raise KeyboardInterrupt
         record.feed(offset, ids)
         step[0] = step[0] if len(ids) == 1 else 0
         return real_forward(token_ids, weights, config, cache, offset) if model else mx.zeros(8)
@@ -281,6 +284,15 @@ def test_an_answer_stopped_by_the_user_leaves_a_well_formed_dialogue(monkeypatch
     possible = [dialogue(FRANCE, KNOWN.decode(begun[:count]), JAPAN) for count in counts]
     assert record.turns[1][2] in possible, KNOWN.decode(record.turns[1][2])
     assert "Tokyo" in record.out
+
+
+def test_reading_stopped_by_the_user_is_not_taken_for_read(monkeypatch, capsys):
+    """Ctrl-C while a long message is read: what was not read then is fed in the next turn."""
+    long = "words " * 200
+    answers = [CHAT_ANSWERS[0]] * 60
+    interrupt = [True, False] + [True] * 60
+    record = talk(monkeypatch, capsys, says=[long, JAPAN], answers=answers, interrupt=interrupt)
+    assert record.held[: len(dialogue(long, "", JAPAN))] == dialogue(long, "", JAPAN)
 
 
 def test_one_more_turn_after_the_cache_was_outgrown(monkeypatch, capsys):
@@ -566,7 +578,7 @@ def test_help_is_a_page_with_an_example():
     """--help describes each flag, with the numbers that are used unless others are given."""
     result = run("--help", module=MODULE)
     assert result.code == 0 and "python -m examples.chat" in " ".join(result.out.split()), result
-    for word in "--model", "--think", "--system", "--max-tokens", "2000", "0.7", "stdin":
+    for word in "--model", "--think", "--system", "--max-tokens", "0.7", "stdin":
         assert word in result.out, word
     assert max(map(len, result.out.splitlines())) <= 80
 
@@ -687,7 +699,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(terminal, random_mo
     for message in b"go on", b"and again":
         ready(chat)
         chat.send(message + b"\r")
-        chat.expect(message + b".*\n.{40}")
+        chat.expect(rb"\x1b\[\?2004l.{40}")  # the terminal is back in its usual state, and text comes
         chat.send(b"\x03")
     ready(chat)
     assert chat.process.poll() is None

@@ -128,6 +128,24 @@ def test_runs_beyond_the_length_of_training(tmp_path):
     assert [line.split()[-1] for line in linear.out.splitlines()[3:19]] == ["2.00"] * 16
 
 
+def test_the_model_is_run_with_the_frequencies_of_the_table(monkeypatch):
+    weights, config, tokenizer = llm.load(MINI, dtype=mx.float32)
+    ids = llm.encode(START, tokenizer)
+
+    def answer():
+        tokens = llm.generate(ids, weights, config, config["eos_token_id"], max_tokens=12)
+        return tokenizer.decode(list(tokens))
+
+    usual = answer()
+    stretched_config = long_context.stretch(config, "linear", 8.0)
+    monkeypatch.setattr(llm, "apply_rope", long_context.rope(stretched_config))
+    expected = answer()
+    assert expected != usual  # all pairs 8 times slower are too much for the miniature
+    flags = ["--method", "linear", "--factor", 8, "--dtype", "float32", "--max-tokens", 12]
+    result = mini(*flags, START, module=MODULE)
+    assert result.out.endswith(f"tokens are read, then:\n{expected}\n"), result
+
+
 def test_a_config_that_asks_for_it(tmp_path):
     scaling = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
     folder = write_mini(tmp_path / "yarn", rope_scaling=scaling)

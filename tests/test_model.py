@@ -1,4 +1,5 @@
 """The engine of llm_inference.py: against a float64 oracle, its formulas, and what goes wrong with checkpoints in the field."""
+
 import json
 import os
 import re
@@ -6,29 +7,44 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on NVIDIA, float32 products would otherwise keep 10 bits
+os.environ.setdefault(
+    "MLX_ENABLE_TF32", "0"
+)  # on NVIDIA, float32 products would otherwise keep 10 bits
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import checkpoints
 import mlx.core as mx
 import numpy as np
 import pytest
 
-import checkpoints
 import llm_inference as llm
 
 F32, BF16, F16 = mx.float32, mx.bfloat16, mx.float16
-STEP = {F32: 2.0**-23, BF16: 2.0**-7, F16: 2.0**-10}  # from 1 to the next number; rounding errs by half of it at most
+STEP = {
+    F32: 2.0**-23,
+    BF16: 2.0**-7,
+    F16: 2.0**-10,
+}  # from 1 to the next number; rounding errs by half of it at most
 SMALL = dict(vocab_size=300, num_hidden_layers=2, rms_norm_eps=1e-3)  # an eps that can be seen
-TINY = checkpoints.make_config(vocab_size=100, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                               head_dim=16, intermediate_size=48)
+TINY = checkpoints.make_config(
+    vocab_size=100,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+)
 REAL = ROOT / "Qwen3-0.6B"
 
-both_paths = pytest.mark.parametrize("plain", [True, False], ids=["spelled", "fused"])
+both_paths = pytest.mark.parametrize(
+    "plain", [True, False], ids=["spelled", "fused"], indirect=True
+)
 both_types = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 
 
 # ---- The oracle: Qwen3 in float64 NumPy, from the published formulas: head by head, row by row, without a cache.
+
 
 def numbers(array):
     """An MLX array as float64: every type used here fits into it exactly."""
@@ -37,7 +53,7 @@ def numbers(array):
 
 def oracle_norm(x, weight, eps):
     """RMSNorm, arXiv 1910.07467."""
-    return x / np.sqrt((x ** 2).mean(-1, keepdims=True) + eps) * weight
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
 def oracle_rope(x, offset, theta):
@@ -66,8 +82,12 @@ def oracle_attention(x, w, config, layer):
     """The attention part of a block over a whole sequence (L, D)."""
     name, H = f"model.layers.{layer}.self_attn", config["num_attention_heads"]
     d, eps = config.get("head_dim") or config["hidden_size"] // H, config["rms_norm_eps"]
-    q, k, v = (np.stack(np.split(x @ w[f"{name}.{part}_proj.weight"].T, heads, axis=1))
-               for part, heads in zip("qkv", (H, config["num_key_value_heads"], config["num_key_value_heads"])))
+    q, k, v = (
+        np.stack(np.split(x @ w[f"{name}.{part}_proj.weight"].T, heads, axis=1))
+        for part, heads in zip(
+            "qkv", (H, config["num_key_value_heads"], config["num_key_value_heads"])
+        )
+    )
     q = oracle_rope(oracle_norm(q, w[f"{name}.q_norm.weight"], eps), 0, config["rope_theta"])
     k = oracle_rope(oracle_norm(k, w[f"{name}.k_norm.weight"], eps), 0, config["rope_theta"])
     assert q.shape[-1] == d
@@ -76,15 +96,21 @@ def oracle_attention(x, w, config, layer):
 
 def oracle_ffn(x, w, layer):
     """SwiGLU, arXiv 2002.05202."""
-    gate, up, down = (w[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    gate, up, down = (
+        w[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
+    )
     return (x @ gate.T / (1 + np.exp(-x @ gate.T)) * (x @ up.T)) @ down.T
 
 
 def oracle_block(x, w, config, layer):
     """Pre-norm residual block."""
     name, eps = f"model.layers.{layer}", config["rms_norm_eps"]
-    x = x + oracle_attention(oracle_norm(x, w[f"{name}.input_layernorm.weight"], eps), w, config, layer)
-    return x + oracle_ffn(oracle_norm(x, w[f"{name}.post_attention_layernorm.weight"], eps), w, layer)
+    x = x + oracle_attention(
+        oracle_norm(x, w[f"{name}.input_layernorm.weight"], eps), w, config, layer
+    )
+    return x + oracle_ffn(
+        oracle_norm(x, w[f"{name}.post_attention_layernorm.weight"], eps), w, layer
+    )
 
 
 def oracle(ids, weights, config):
@@ -99,6 +125,14 @@ def oracle(ids, weights, config):
 
 # ---- Helpers
 
+
+@pytest.fixture
+def plain(request, monkeypatch):
+    """Runs the test with the spelled-out math (True) or MLX's fused kernels (False)."""
+    monkeypatch.setattr(llm, "FUSED", not request.param)
+    return request.param
+
+
 def off(got, want):
     """The largest error, relative to the largest number wanted."""
     got, want = (numbers(a) if isinstance(a, mx.array) else a for a in (got, want))
@@ -106,11 +140,13 @@ def off(got, want):
     return np.abs(got - want).max() / np.abs(want).max()
 
 
-def model(folder, plain=None, dtype=F32, seed=0, **changes):
+def model(folder, dtype=F32, seed=0, **changes):
     """A random checkpoint, written and loaded: weights, config as loaded, config as written."""
     written = checkpoints.make_config(**SMALL | changes)
-    weights, config, _ = llm.load(checkpoints.write_checkpoint(folder, written, dtype=dtype, seed=seed))
-    return weights, config if plain is None else config | {"plain": plain}, written
+    weights, config, _ = llm.load(
+        checkpoints.write_checkpoint(folder, written, dtype=dtype, seed=seed)
+    )
+    return weights, config, written
 
 
 def random_ids(count, vocab=300, seed=1):
@@ -118,7 +154,9 @@ def random_ids(count, vocab=300, seed=1):
 
 
 def normal(*shape, dtype=F32, seed=0):
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(
+        dtype
+    )
 
 
 def logits_of(ids, weights, config):
@@ -133,19 +171,29 @@ def record_forward(monkeypatch):
     def forward(token_ids, weights, config, cache, offset):
         calls.append((offset, len(token_ids)))
         return original(token_ids, weights, config, cache, offset)
+
     monkeypatch.setattr(llm, "forward", forward)
     return calls
 
 
 # ---- The whole model
 
-SHAPES = {"one KV head, head_dim = hidden / heads": dict(num_key_value_heads=1, head_dim=16),
-          "some KV heads, head_dim above": dict(num_key_value_heads=2, head_dim=32),
-          "all KV heads, head_dim below": dict(num_key_value_heads=4, head_dim=8),
-          "groups of four, theta 50000": dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64, rope_theta=50000),
-          "groups of two, odd sizes": dict(hidden_size=60, num_attention_heads=6, num_key_value_heads=3, head_dim=14,
-                                               intermediate_size=50),
-          "head_dim absent": dict(head_dim=None)}
+SHAPES = {
+    "one KV head, head_dim = hidden / heads": dict(num_key_value_heads=1, head_dim=16),
+    "some KV heads, head_dim above": dict(num_key_value_heads=2, head_dim=32),
+    "all KV heads, head_dim below": dict(num_key_value_heads=4, head_dim=8),
+    "groups of four, theta 50000": dict(
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, rope_theta=50000
+    ),
+    "groups of two, odd sizes": dict(
+        hidden_size=60,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=14,
+        intermediate_size=50,
+    ),
+    "head_dim absent": dict(head_dim=None),
+}
 
 
 @both_paths
@@ -153,19 +201,21 @@ SHAPES = {"one KV head, head_dim = hidden / heads": dict(num_key_value_heads=1, 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_logits_equal_the_oracle(tmp_path, shape, tied, plain):
     """70 tokens in one pass, and 64 and six single steps: within 1e-5 of the largest logit."""
-    weights, config, written = model(tmp_path, plain, tie_word_embeddings=tied, **SHAPES[shape])
+    weights, config, written = model(tmp_path, tie_word_embeddings=tied, **SHAPES[shape])
     ids = random_ids(70)
     want, cache = oracle(ids, weights, written), llm.make_cache(weights, config, 70)
     assert off(logits_of(ids, weights, config), want[-1]) < 1e-5
     assert off(llm.forward(ids[:64], weights, config, cache, 0), want[63]) < 1e-5
     for i in range(64, 70):
-        assert off(llm.forward(ids[i:i + 1], weights, config, cache, i), want[i]) < 1e-5, f"row {i}"
+        assert off(llm.forward(ids[i : i + 1], weights, config, cache, i), want[i]) < 1e-5, (
+            f"row {i}"
+        )
 
 
 @both_paths
 def test_bfloat16_logits_follow_the_oracle(tmp_path, plain):
     """A bfloat16 model errs by roundings only: a few steps of 2^-8 after two layers."""
-    weights, config, written = model(tmp_path, plain, BF16)
+    weights, config, written = model(tmp_path, BF16)
     ids = random_ids(60)
     assert off(logits_of(ids, weights, config), oracle(ids, weights, written)[-1]) < 4 * 2**-8
 
@@ -173,7 +223,7 @@ def test_bfloat16_logits_follow_the_oracle(tmp_path, plain):
 @both_paths
 def test_forward_takes_a_list_or_an_array(tmp_path, plain):
     """Token ids may be Python's or MLX's; the answer is one row of logits."""
-    weights, config, _ = model(tmp_path, plain)
+    weights, config, _ = model(tmp_path)
     a, b = logits_of([3, 1, 4], weights, config), logits_of(mx.array([3, 1, 4]), weights, config)
     assert a.shape == (300,) and mx.array_equal(a, b)
 
@@ -181,12 +231,13 @@ def test_forward_takes_a_list_or_an_array(tmp_path, plain):
 @both_paths
 def test_the_config_chooses_the_head(tmp_path, plain):
     """Tied means the embedding, even where a dict of weights holds another head."""
-    weights, config, written = model(tmp_path, plain)
+    weights, config, written = model(tmp_path)
     got = logits_of([3, 1, 4], weights | {"lm_head.weight": normal(300, 64)}, config)
     assert off(got, oracle([3, 1, 4], weights, written)[-1]) < 1e-5
 
 
 # ---- Each function against its formula
+
 
 @both_paths
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
@@ -194,7 +245,7 @@ def test_the_config_chooses_the_head(tmp_path, plain):
 def test_rms_norm(size, eps, dtype, plain):
     """eps counts, and 300^2 does not overflow in float16: each number is right but for two roundings (four in float32)."""
     x, weight = (normal(3, 5, 48) * size).astype(dtype), normal(48, dtype=dtype, seed=1)
-    got, want = llm.rms_norm(x, weight, eps, plain), oracle_norm(numbers(x), numbers(weight), eps)
+    got, want = llm.rms_norm(x, weight, eps), oracle_norm(numbers(x), numbers(weight), eps)
     assert got.dtype == dtype
     np.testing.assert_allclose(numbers(got), want, rtol=STEP[dtype] * (2 if dtype == F32 else 1))
 
@@ -203,12 +254,14 @@ def test_rms_norm(size, eps, dtype, plain):
 @both_types
 @pytest.mark.parametrize("theta", [10000, 1000000])
 @pytest.mark.parametrize("offset", [0, 1, 57, 255, 1023])
-@pytest.mark.parametrize("shape", [(7, 32), (3, 1, 8), (2, 9, 128), (2, 3, 5, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 7, 32), (3, 1, 8), (2, 9, 128), (2, 3, 5, 16)], ids=str)
 def test_rope(shape, offset, theta, dtype, plain):
     """Float32 angles are off by their own rounding, 2^-22 of the position; bfloat16 results by that of cos, sin and the products."""
     x = normal(*shape, dtype=dtype)
-    got, want = llm.apply_rope(x, offset, theta, plain), oracle_rope(numbers(x), offset, theta)
-    bound = np.abs(want).max() * ((offset + shape[-2]) * 2**-22 + (1e-6 if dtype == F32 else 1.5 * STEP[dtype]))
+    got, want = llm.apply_rope(x, offset, theta), oracle_rope(numbers(x), offset, theta)
+    bound = np.abs(want).max() * (
+        (offset + shape[-2]) * 2**-22 + (1e-6 if dtype == F32 else 1.5 * STEP[dtype])
+    )
     assert got.dtype == dtype and np.abs(numbers(got) - want).max() < bound
 
 
@@ -220,10 +273,20 @@ def test_rope_turns_halves_not_neighbours(pair, plain):
     x[0, pair] = 1
     angle, want = 60 * 100.0 ** (-2 * pair / 8), np.zeros((1, 8))
     want[0, pair], want[0, pair + 4] = np.cos(angle), np.sin(angle)
-    np.testing.assert_allclose(numbers(llm.apply_rope(mx.array(x), 60, 100.0, plain)), want, atol=2e-5)
+    np.testing.assert_allclose(
+        numbers(llm.apply_rope(mx.array(x)[None], 60, 100.0)[0]), want, atol=2e-5
+    )
 
 
-LENGTHS = [(1, 1), (1, 9), (5, 5), (4, 11), (2, 60), (60, 60), *[(L, S) for L in (1, 3) for S in (1023, 1024, 1025)]]
+LENGTHS = [
+    (1, 1),
+    (1, 9),
+    (5, 5),
+    (4, 11),
+    (2, 60),
+    (60, 60),
+    *[(L, S) for L in (1, 3) for S in (1023, 1024, 1025)],
+]
 
 
 @both_paths
@@ -234,15 +297,21 @@ def test_attend(L, S, heads, dtype, plain):
     """Any number of new rows after any past, each sees all before it. In bfloat16 the fused kernel of a CPU rounds the scores, so
     it is held to 4 roundings, the spelled-out math, which keeps them in float32, to 3."""
     H, K = heads
-    q, k, v = normal(H, L, 16, dtype=dtype), normal(K, S, 16, dtype=dtype, seed=1), normal(K, S, 16, dtype=dtype, seed=2)
-    got = llm.attend(q, k, v, plain)
+    q, k, v = (
+        normal(H, L, 16, dtype=dtype),
+        normal(K, S, 16, dtype=dtype, seed=1),
+        normal(K, S, 16, dtype=dtype, seed=2),
+    )
+    got = llm.dot_product_attention(q, k, v)
     assert got.dtype == dtype
-    assert off(got, oracle_attend(*map(numbers, (q, k, v)))) < (2e-6 if dtype == F32 else (1.5 if plain else 2) * STEP[BF16])
+    assert off(got, oracle_attend(*map(numbers, (q, k, v)))) < (
+        2e-6 if dtype == F32 else (1.5 if plain else 2) * STEP[BF16]
+    )
 
 
 @both_types
 @pytest.mark.parametrize("S", [1, 60, 1023, 1024, 1025])
-def test_spelled_out_equals_fused(S, dtype):
+def test_spelled_out_equals_fused(monkeypatch, S, dtype):
     """What the fused kernels compute is what the file spells out: norm, rotation and attention of the last rows of S.
 
     In bfloat16 within 6 roundings; test_attend holds each to the truth, within 3 and 4.
@@ -250,18 +319,24 @@ def test_spelled_out_equals_fused(S, dtype):
     L, bound = min(S, 5), 2e-6 if dtype == F32 else 3 * STEP[BF16]
     x, weight = normal(4, L, 32, dtype=dtype), normal(32, dtype=dtype, seed=3)
     k, v = normal(2, S, 32, dtype=dtype, seed=1), normal(2, S, 32, dtype=dtype, seed=2)
-    for function, arguments in ((llm.rms_norm, (x, weight, 1e-6)), (llm.attend, (x, k, v))):
-        assert off(function(*arguments, True), function(*arguments, False)) < bound, function.__name__
-    turned = [llm.apply_rope(x, S - L, 1e6, plain) for plain in (True, False)]
-    assert off(*turned) < bound + S * 2**-22
+    found = {}
+    for fused in (True, False):
+        monkeypatch.setattr(llm, "FUSED", fused)
+        found[fused] = [
+            llm.rms_norm(x, weight, 1e-6),
+            llm.dot_product_attention(x, k, v),
+            llm.apply_rope(x, S - L, 1e6),
+        ]
+        mx.eval(found[fused])
+    bounds = bound, bound, bound + S * 2**-22
+    for spelled, fused, allowed in zip(found[False], found[True], bounds):
+        assert off(spelled, fused) < allowed
 
 
 @both_types
-@pytest.mark.parametrize("blas", [False, True])
 @pytest.mark.parametrize("L", [1, 5])
-def test_large_matrices(monkeypatch, L, blas, dtype):
-    """Above 2^20 numbers a CPU computes in two halves, or W x where OpenBLAS is preloaded: x W^T all the same, odd rows too."""
-    monkeypatch.setattr(llm, "BLAS", blas)
+def test_large_matrices(L, dtype):
+    """Above 2^20 numbers a CPU computes in two halves: x W^T all the same, odd rows too."""
     x, W = normal(L, 1024, dtype=dtype), normal(1025, 1024, dtype=dtype, seed=1)
     got = llm.linear(x, {"m.weight": W}, "m")
     assert got.shape == (L, 1025) and got.dtype == dtype
@@ -290,16 +365,49 @@ def test_linear(L, dtype):
 
 
 @pytest.mark.parametrize("bits, group_size", [(2, 32), (4, 64), (8, 128)])
-def test_rows(bits, group_size):
-    """All rows or those asked for, quantized or not, are the same numbers."""
-    W = normal(10, 128)
-    packed, scales, biases = mx.quantize(W, group_size=group_size, bits=bits)
-    quantized = {"m.weight": packed, "m.scales": scales, "m.biases": biases}
-    want = mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)
-    assert mx.array_equal(llm.rows({"m.weight": W}, "m", 128), W)
-    assert mx.array_equal(llm.rows({"m.weight": W}, "m", 128, mx.array([7, 0])), W[mx.array([7, 0])])
-    assert mx.array_equal(llm.rows(quantized, "m", 128), want)
-    assert mx.array_equal(llm.rows(quantized, "m", 128, mx.array([7, 0])), want[mx.array([7, 0])])
+def test_embed(bits, group_size):
+    """Rows of the table, quantized or not, are the same numbers; in the order asked for."""
+    W, name, config = normal(10, 128), "model.embed_tokens", {"hidden_size": 128}
+    parts = mx.quantize(W, group_size=group_size, bits=bits)
+    quantized = dict(zip((f"{name}.weight", f"{name}.scales", f"{name}.biases"), parts))
+    want = mx.dequantize(*parts, group_size=group_size, bits=bits)
+    assert mx.array_equal(llm.embed([7, 0], {f"{name}.weight": W}, config), W[mx.array([7, 0])])
+    assert mx.array_equal(llm.embed(mx.array([7, 0]), quantized, config), want[mx.array([7, 0])])
+    assert mx.array_equal(llm.unpack(llm.matrix(quantized, name), 128), want)
+    assert llm.packing(*parts[:2], 128) == {"group_size": group_size, "bits": bits}
+
+
+@both_types
+@pytest.mark.parametrize("L, S", [(1, 1), (1, 9), (5, 5), (4, 11)])
+@pytest.mark.parametrize("heads", [(4, 1), (6, 3), (2, 2)], ids=str)
+def test_attention_weights_and_their_sum(L, S, heads, dtype):
+    """Each row adds up to 1, is zero after its token, and mixes the values as the oracle does."""
+    H, K = heads
+    q, k, v = (
+        normal(H, L, 16, dtype=dtype),
+        normal(K, S, 16, dtype=dtype, seed=1),
+        normal(K, S, 16, dtype=dtype, seed=2),
+    )
+    p = llm.attention_weights(q, k)
+    assert p.shape == (H, L, S) and p.dtype == dtype
+    np.testing.assert_allclose(numbers(p).sum(-1), 1, atol=1e-5 if dtype == F32 else S * 2**-9)
+    assert not np.triu(numbers(p), S - L + 1).any()
+    # values that are unit vectors give the weights themselves
+    eye = mx.broadcast_to(mx.eye(S, dtype=dtype), (K, S, S))
+    want = oracle_attend(numbers(q), numbers(k), numbers(eye))
+    assert off(p, want) < (2e-6 if dtype == F32 else 1.5 * STEP[BF16])
+    assert off(llm.mix_values(p, v), oracle_attend(*map(numbers, (q, k, v)))) < (
+        2e-6 if dtype == F32 else 2 * STEP[BF16]
+    )
+
+
+@both_paths
+def test_rope_with_an_offset_for_each_text(plain):
+    """B texts at once, each with its own offset, turn as each of them alone does."""
+    x, offsets = normal(3, 4, 2, 16), [5, 900, 0]
+    turned = llm.apply_rope(x, mx.array(offsets), 1e6)
+    for one, offset, got in zip(x, offsets, turned):
+        assert off(got, llm.apply_rope(one, offset, 1e6)) < 2e-6
 
 
 @both_paths
@@ -307,19 +415,31 @@ def test_rows(bits, group_size):
 @pytest.mark.parametrize("split", [1, 4, 10, 11])
 def test_blocks_in_two_chunks(tmp_path, function, split, plain):
     """Each row of the second chunk sees the first chunk and itself, neither less nor more: all rows equal the oracle's."""
-    weights, config, written = model(tmp_path, plain)
-    w, x, cache = {name: numbers(array) for name, array in weights.items()}, normal(11, 64), llm.make_cache(weights, config, 12)
-    want = {"attention": oracle_attention, "transformer_block": oracle_block}[function](numbers(x), w, written, 1)
-    parts = [getattr(llm, function)(x[start:end], weights, config, 1, cache, start)
-             for start, end in ((0, split), (split, 11)) if start < end]
+    weights, config, written = model(tmp_path)
+    w, x, cache = (
+        {name: numbers(array) for name, array in weights.items()},
+        normal(11, 64),
+        llm.make_cache(weights, config, 12),
+    )
+    want = {"attention": oracle_attention, "transformer_block": oracle_block}[function](
+        numbers(x), w, written, 1
+    )
+    parts = [
+        getattr(llm, function)(x[start:end], weights, config, 1, cache, start)
+        for start, end in ((0, split), (split, 11))
+        if start < end
+    ]
     assert off(mx.concatenate(parts), want) < 5e-6
 
 
 # ---- The cache
 
+
 def test_make_cache(tmp_path):
     """A pair per layer, (K, size, head_dim) each, in the weights' type."""
-    weights, config, _ = model(tmp_path, dtype=BF16, num_hidden_layers=3, num_key_value_heads=1, head_dim=24)
+    weights, config, _ = model(
+        tmp_path, dtype=BF16, num_hidden_layers=3, num_key_value_heads=1, head_dim=24
+    )
     cache = llm.make_cache(weights, config, 17)
     assert [[(a.shape, a.dtype) for a in pair] for pair in cache] == [[((1, 17, 24), BF16)] * 2] * 3
 
@@ -328,13 +448,13 @@ def test_make_cache(tmp_path):
 @pytest.mark.parametrize("split", range(1, 11))
 def test_cached_equals_uncached_at_every_split(tmp_path, split, plain):
     """`split` tokens and then one at a time, or the rest at once: every row as if there were no cache (and by the oracle)."""
-    weights, config, written = model(tmp_path, plain, num_hidden_layers=3)
+    weights, config, written = model(tmp_path, num_hidden_layers=3)
     ids = random_ids(11)
     want, cache = oracle(ids, weights, written), llm.make_cache(weights, config, 11)
     got = [llm.forward(ids[:split], weights, config, cache, 0)]
-    got += [llm.forward(ids[i:i + 1], weights, config, cache, i) for i in range(split, 11)]
+    got += [llm.forward(ids[i : i + 1], weights, config, cache, i) for i in range(split, 11)]
     for row, logits in enumerate(got, split - 1):
-        assert off(logits, logits_of(ids[:row + 1], weights, config)) < 5e-6, f"row {row}"
+        assert off(logits, logits_of(ids[: row + 1], weights, config)) < 5e-6, f"row {row}"
         assert off(logits, want[row]) < 1e-5, f"row {row}"
     cache = llm.make_cache(weights, config, 11)
     llm.forward(ids[:split], weights, config, cache, 0)
@@ -345,7 +465,7 @@ def test_cached_equals_uncached_at_every_split(tmp_path, split, plain):
 @pytest.mark.parametrize("chunk", [1, 2, 7, 29, 30])
 def test_chunked_prefill_equals_unchunked(tmp_path, monkeypatch, chunk, plain):
     """Chunks never exceed CHUNK, and leave in every layer the keys and values that a single pass leaves."""
-    weights, config, _ = model(tmp_path, plain, num_hidden_layers=3)
+    weights, config, _ = model(tmp_path, num_hidden_layers=3)
     ids, whole, parts = random_ids(30), *[llm.make_cache(weights, config, 30) for _ in range(2)]
     llm.forward(ids, weights, config, whole, 0)
     monkeypatch.setattr(llm, "CHUNK", chunk)
@@ -358,10 +478,13 @@ def test_chunked_prefill_equals_unchunked(tmp_path, monkeypatch, chunk, plain):
 
 # ---- Generation
 
+
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory):
     """An untied random model, a prompt, and the oracle's greedy answer, of different tokens, each chosen by a clear margin."""
-    weights, config, written = model(tmp_path_factory.mktemp("walk"), seed=11, tie_word_embeddings=False)
+    weights, config, written = model(
+        tmp_path_factory.mktemp("walk"), seed=11, tie_word_embeddings=False
+    )
     prompt, answer = random_ids(9), []
     for _ in range(12):
         logits = oracle(prompt + answer, weights, written)[-1]
@@ -378,7 +501,7 @@ def test_greedy_is_the_argmax_chain(walk, monkeypatch, chunk, plain):
     """At temperature 0, generate is the chain of the oracle's best tokens."""
     weights, config, prompt, answer = walk
     monkeypatch.setattr(llm, "CHUNK", chunk)
-    assert list(llm.generate(prompt, weights, config | {"plain": plain}, [], 12)) == answer
+    assert list(llm.generate(prompt, weights, config, [], 12)) == answer
 
 
 @pytest.mark.parametrize("kind", [list, set, tuple])
@@ -386,7 +509,7 @@ def test_greedy_is_the_argmax_chain(walk, monkeypatch, chunk, plain):
 def test_a_stop_id_ends_the_answer(walk, place, kind):
     """The first stop id ends it and is not yielded; other stop ids do not matter."""
     weights, config, prompt, answer = walk
-    before = answer[:answer.index(answer[place])]
+    before = answer[: answer.index(answer[place])]
     assert list(llm.generate(prompt, weights, config, kind([299_999, answer[place]]), 12)) == before
 
 
@@ -414,7 +537,7 @@ def test_the_context_limit_ends_the_answer(walk, monkeypatch, limit):
     calls = record_forward(monkeypatch)
     got = list(llm.generate(prompt, weights, config | {"max_position_embeddings": limit}, [], 100))
     assert max(offset + count for offset, count in calls) <= limit
-    assert got == answer[:len(got)] and limit - 9 <= len(got) <= limit - 9 + 1
+    assert got == answer[: len(got)] and limit - 9 <= len(got) <= limit - 9 + 1
 
 
 @pytest.mark.parametrize("offset", [0, 5])
@@ -423,10 +546,20 @@ def test_a_prompt_past_the_context_is_refused(walk, offset):
     weights, config, prompt, _ = walk
     config = config | {"max_position_embeddings": offset + 8}
     with pytest.raises(ValueError, match=rf"\b{offset + 8}\b"):
-        next(llm.generate(prompt, weights, config, [], 5, cache=llm.make_cache(weights, config, 20), offset=offset))
+        next(
+            llm.generate(
+                prompt,
+                weights,
+                config,
+                [],
+                5,
+                cache=llm.make_cache(weights, config, 20),
+                offset=offset,
+            )
+        )
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [5, 300], [300, 5], [2**31], [-2**40]], ids=str)
+@pytest.mark.parametrize("prompt", [[], [-1], [5, 300], [300, 5], [2**31], [-(2**40)]], ids=str)
 def test_ids_that_do_not_exist_are_refused(walk, prompt):
     """An empty prompt or an id without an embedding row is a ValueError, not garbage."""
     weights, config, *_ = walk
@@ -450,7 +583,16 @@ def test_damaged_weights_stop_the_answer(walk, name, value, temperature, plain):
     damaged = np.array(weights[f"{name}.weight"])
     damaged.reshape(-1)[3] = value
     with pytest.raises(ValueError, match="not finite"):
-        next(llm.generate(prompt, weights | {f"{name}.weight": mx.array(damaged)}, config | {"plain": plain}, [], 5, temperature))
+        next(
+            llm.generate(
+                prompt,
+                weights | {f"{name}.weight": mx.array(damaged)},
+                config,
+                [],
+                5,
+                temperature=temperature,
+            )
+        )
 
 
 def test_what_came_before_the_damage_is_kept(walk):
@@ -460,7 +602,9 @@ def test_what_came_before_the_damage_is_kept(walk):
     damaged, got = np.array(weights["model.embed_tokens.weight"]), []
     damaged[answer[2]] = np.nan
     with pytest.raises(ValueError, match="not finite"):
-        for token_id in llm.generate(prompt, weights | {"model.embed_tokens.weight": mx.array(damaged)}, config, [], 12):
+        for token_id in llm.generate(
+            prompt, weights | {"model.embed_tokens.weight": mx.array(damaged)}, config, [], 12
+        ):
             got.append(token_id)
     assert got == answer[:3]
 
@@ -470,11 +614,17 @@ def test_what_came_before_the_damage_is_kept(walk):
 def test_a_given_cache_is_continued(walk, held, plain):
     """A cache that holds the first tokens gives the same answer as the whole prompt, and can then go on again."""
     weights, config, prompt, answer = walk
-    config, cache = config | {"plain": plain}, llm.make_cache(weights, config, 40)
+    config, cache = config, llm.make_cache(weights, config, 40)
     llm.forward(prompt[:held], weights, config, cache, 0)
-    assert list(llm.generate(prompt[held:], weights, config, [], 5, cache=cache, offset=held)) == answer[:5]
+    assert (
+        list(llm.generate(prompt[held:], weights, config, [], 5, cache=cache, offset=held))
+        == answer[:5]
+    )
     # the answer's last token has not been fed: it comes with the next turn
-    assert list(llm.generate([answer[4]], weights, config, [], 7, cache=cache, offset=13)) == answer[5:]
+    assert (
+        list(llm.generate([answer[4]], weights, config, [], 7, cache=cache, offset=13))
+        == answer[5:]
+    )
 
 
 @pytest.mark.parametrize("size", [8, 9, 12])
@@ -483,11 +633,13 @@ def test_a_given_cache_that_is_too_small_never_overruns(walk, size):
     weights, config, prompt, answer = walk
     got = []
     try:
-        for token_id in llm.generate(prompt, weights, config, [], 12, cache=llm.make_cache(weights, config, size)):
+        for token_id in llm.generate(
+            prompt, weights, config, [], 12, cache=llm.make_cache(weights, config, size)
+        ):
             got.append(token_id)
     except ValueError:
         pass
-    assert got == answer[:len(got)]
+    assert got == answer[: len(got)]
 
 
 def test_generate_draws_by_the_seed(walk):
@@ -495,8 +647,8 @@ def test_generate_draws_by_the_seed(walk):
     weights, config, prompt, _ = walk
 
     def text(seed):
-        mx.random.seed(seed)
-        return tuple(llm.generate(prompt, weights, config, [], 10, 1.0))
+        return tuple(llm.generate(prompt, weights, config, [], 10, seed=seed, temperature=1.0))
+
     assert text(1) == text(1) and len({text(seed) for seed in range(5)}) == 5
 
 
@@ -509,17 +661,29 @@ def test_generate_hands_the_filters_on(walk):
 
 # ---- Types
 
+
 @both_paths
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 def test_everything_keeps_the_weights_type(tmp_path, monkeypatch, dtype, plain):
     """What each function returns, the cache and the logits, in prefill and decode: nothing is promoted."""
-    weights, config, _ = model(tmp_path, plain, dtype)
+    weights, config, _ = model(tmp_path, dtype)
     seen = {}
-    for name in "rms_norm", "apply_rope", "attend", "attention", "ffn", "transformer_block", "linear", "rows":
+    for name in (
+        "rms_norm",
+        "apply_rope",
+        "dot_product_attention",
+        "attention",
+        "ffn",
+        "transformer_block",
+        "linear",
+        "embed",
+    ):
+
         def wrapped(*arguments, original=getattr(llm, name), name=name, **named):
             result = original(*arguments, **named)
             seen.setdefault(name, set()).add(result.dtype)
             return result
+
         monkeypatch.setattr(llm, name, wrapped)
     cache = llm.make_cache(weights, config, 9)
     for ids, offset in (random_ids(8), 0), ([5], 8):
@@ -534,7 +698,9 @@ def test_load_converts(tmp_path, dtype):
     written = checkpoints.make_config(**SMALL)
     stored = checkpoints.random_weights(written, BF16)
     weights, config, _ = llm.load(checkpoints.write_checkpoint(tmp_path, written, stored), dtype)
-    assert {a.dtype for a in weights.values()} == {dtype} and logits_of([1, 2], weights, config).dtype == dtype
+    assert {a.dtype for a in weights.values()} == {dtype} and logits_of(
+        [1, 2], weights, config
+    ).dtype == dtype
     assert all(mx.array_equal(weights[name], array.astype(dtype)) for name, array in stored.items())
 
 
@@ -543,20 +709,23 @@ def test_load_converts(tmp_path, dtype):
 def test_a_mixed_checkpoint_is_not_promoted(tmp_path, odd, plain):
     """A few float32 tensors in a bfloat16 checkpoint do not make the rest float32: cache and logits stay as most weights are."""
     written = checkpoints.make_config(**SMALL)
-    stored = {name: array.astype(F32 if f"{odd}.weight" in name else BF16)
-              for name, array in checkpoints.random_weights(written).items()}
+    stored = {
+        name: array.astype(F32 if f"{odd}.weight" in name else BF16)
+        for name, array in checkpoints.random_weights(written).items()
+    }
     assert {array.dtype for array in stored.values()} == {F32, BF16}
     weights, config, _ = llm.load(checkpoints.write_checkpoint(tmp_path, written, stored))
-    config["plain"], cache = plain, llm.make_cache(weights, config, 3)
+    cache = llm.make_cache(weights, config, 3)
     logits = llm.forward([1, 2, 3], weights, config, cache, 0)
     assert {logits.dtype, *[array.dtype for pair in cache for array in pair]} == {BF16}
 
 
 # ---- Sampling
 
+
 def exact(logits, temperature, top_p, top_k):
     """The distribution asked for, in float64: temperature, then top-k, then the smallest set that reaches top-p of what is left."""
-    order = np.argsort(-logits, kind="stable")[:top_k or None]
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
     p = np.exp((logits[order] - logits.max()) / temperature)
     p /= p.sum()
     p = np.where(np.cumsum(p) - p < top_p, p, 0)
@@ -568,8 +737,14 @@ def exact(logits, temperature, top_p, top_k):
 def draws(logits, count, *options, seed=0):
     """That many samples, as a NumPy array."""
     mx.random.seed(seed)
-    return np.concatenate([np.array(mx.stack([llm.sample(logits, *options) for _ in range(min(500, count - done))]))
-                           for done in range(0, count, 500)])
+    return np.concatenate(
+        [
+            np.array(
+                mx.stack([llm.sample(logits, *options) for _ in range(min(500, count - done))])
+            )
+            for done in range(0, count, 500)
+        ]
+    )
 
 
 ODDS = np.array([0.05, 0.30, 0.02, 0.22, 0.08, 0.18, 0.15])
@@ -583,44 +758,97 @@ def test_no_temperature_is_argmax(temperature, top_p, top_k, dtype):
     for seed in range(5):
         logits = (20 * normal(50, seed=seed)).astype(dtype)
         token = llm.sample(logits, temperature, top_p, top_k)
-        assert isinstance(token, mx.array) and token.shape == () and token.item() == int(np.argmax(numbers(logits)))
+        assert (
+            isinstance(token, mx.array)
+            and token.shape == ()
+            and token.item() == int(np.argmax(numbers(logits)))
+        )
 
 
-@pytest.mark.parametrize("temperature, top_p, top_k", [
-    (1.0, 1.0, 0), (0.5, 1.0, 0), (2.0, 1.0, 0), (1.0, 1.0, 3), (1.0, 1.0, 7), (1.0, 0.45, 0), (1.0, 0.8, 0), (1.0, 0.97, 0),
-    (1.5, 0.8, 4), (0.7, 0.6, 3), (1.0, 0.8, 2), (0.3, 0.999, 6)])
+@pytest.mark.parametrize(
+    "temperature, top_p, top_k",
+    [
+        (1.0, 1.0, 0),
+        (0.5, 1.0, 0),
+        (2.0, 1.0, 0),
+        (1.0, 1.0, 3),
+        (1.0, 1.0, 7),
+        (1.0, 0.45, 0),
+        (1.0, 0.8, 0),
+        (1.0, 0.97, 0),
+        (1.5, 0.8, 4),
+        (0.7, 0.6, 3),
+        (1.0, 0.8, 2),
+        (0.3, 0.999, 6),
+    ],
+)
 def test_frequencies_are_the_exact_distribution(temperature, top_p, top_k):
     """2,000 draws: each count within 5 standard deviations of its own (by chance 1 in a million goes farther), none where p is 0."""
     logits, count = np.log(ODDS) + 3, 2000
     p = exact(logits, temperature, top_p, top_k)
-    counts = np.bincount(draws(mx.array(logits.astype(np.float32)), count, temperature, top_p, top_k), minlength=7)
-    assert (np.abs(counts - count * p) <= 5 * np.sqrt(count * p * (1 - p))).all(), (counts / count, p)
+    counts = np.bincount(
+        draws(mx.array(logits.astype(np.float32)), count, temperature, top_p, top_k), minlength=7
+    )
+    assert (np.abs(counts - count * p) <= 5 * np.sqrt(count * p * (1 - p))).all(), (
+        counts / count,
+        p,
+    )
 
 
-@pytest.mark.parametrize("temperature, top_p, top_k, survivors", [
-    (1.0, 0.5, 2, {0}),         # of the best two the first has 0.57; were top-p first, both would stay
-    (1.0, 0.72, 3, {0, 1}),     # 0.47 + 0.35 of the best three; were top-p first, all three would stay
-    (4.0, 0.6, 0, {0, 1, 2}),   # 0.25 + 0.23 + 0.20 of all when flattened; were temperature last, two would do
-])
+@pytest.mark.parametrize(
+    "temperature, top_p, top_k, survivors",
+    [
+        (1.0, 0.5, 2, {0}),  # of the best two the first has 0.57; were top-p first, both would stay
+        (
+            1.0,
+            0.72,
+            3,
+            {0, 1},
+        ),  # 0.47 + 0.35 of the best three; were top-p first, all three would stay
+        (
+            4.0,
+            0.6,
+            0,
+            {0, 1, 2},
+        ),  # 0.25 + 0.23 + 0.20 of all when flattened; were temperature last, two would do
+    ],
+)
 def test_the_order_is_temperature_top_k_top_p(temperature, top_p, top_k, survivors):
     """The set that is drawn from tells the order of the filters."""
     logits = mx.log(mx.array([0.4, 0.3, 0.15, 0.1, 0.05]))
     assert set(draws(logits, 300, temperature, top_p, top_k)) == survivors
 
 
-@pytest.mark.parametrize("top_p, kept", [(0.125, 1), (0.1251, 2), (0.2499, 2), (0.25, 2), (0.5, 4), (0.5001, 5),
-                                         (0.875, 7), (0.9999, 8)])
+@pytest.mark.parametrize(
+    "top_p, kept",
+    [
+        (0.125, 1),
+        (0.1251, 2),
+        (0.2499, 2),
+        (0.25, 2),
+        (0.5, 4),
+        (0.5001, 5),
+        (0.875, 7),
+        (0.9999, 8),
+    ],
+)
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     """Eight equal tokens have exactly 1/8 each: a token before which there is exactly top_p already is dropped."""
     assert len(set(draws(mx.zeros(8), 300, 1.0, top_p))) == kept
 
 
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
-@pytest.mark.parametrize("top_p, top_k", [(0.0, 0), (1e-45, 0), (1e-12, 0), (0.0, 3), (1.0, 1), (0.5, 1), (0.0, 1)])
+@pytest.mark.parametrize(
+    "top_p, top_k", [(0.0, 0), (1e-45, 0), (1e-12, 0), (0.0, 3), (1.0, 1), (0.5, 1), (0.0, 1)]
+)
 def test_the_narrowest_filters_leave_the_best(monkeypatch, temperature, top_p, top_k):
     """top_p 0 and top_k 1 never empty the set (a draw from nothing gives any id, by luck the right one): the best token stays."""
     logits, categorical, left = normal(40), mx.random.categorical, []
-    monkeypatch.setattr(mx.random, "categorical", lambda x, *more, **named: left.append(x) or categorical(x, *more, **named))
+    monkeypatch.setattr(
+        mx.random,
+        "categorical",
+        lambda x, *more, **named: left.append(x) or categorical(x, *more, **named),
+    )
     assert set(draws(logits, 40, temperature, top_p, top_k)) == {int(np.argmax(numbers(logits)))}
     assert all(mx.isfinite(x).any().item() for x in left)
 
@@ -635,7 +863,7 @@ def test_top_k_beyond_the_vocabulary_filters_nothing(top_k):
 def test_bfloat16_logits_keep_the_same_set():
     """4,096 nearly equal tokens: added up in bfloat16, their probabilities would stop at 1/16 and keep the lower half too."""
     upper = np.random.default_rng(0).permutation(4096) < 2048
-    logits = mx.array(np.where(upper, 0.0, -2**-7).astype(np.float32)).astype(BF16)
+    logits = mx.array(np.where(upper, 0.0, -(2**-7)).astype(np.float32)).astype(BF16)
     drawn = draws(logits, 300, 1.0, 0.5)
     assert upper[drawn].all() and (drawn == draws(logits.astype(F32), 300, 1.0, 0.5)).all()
 
@@ -644,10 +872,13 @@ def test_the_seed_decides_the_draws():
     """The same seed gives the same draws, another seed others; and one draw differs from the next."""
     first = draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=3)
     assert (first == draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=3)).all()
-    assert (first != draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=4)).any() and len(set(first)) > 10
+    assert (first != draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=4)).any() and len(
+        set(first)
+    ) > 10
 
 
 # ---- Loading
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -690,16 +921,29 @@ def test_load(folder, kind):
     """All tensors under their published names, the config's own keys, and the tokenizer."""
     weights, config, tokenizer = llm.load(kind(folder))
     stored = mx.load(str(folder / "model.safetensors"))
-    assert weights.keys() == stored.keys() and all(mx.array_equal(weights[name], stored[name]) for name in stored)
+    assert weights.keys() == stored.keys() and all(
+        mx.array_equal(weights[name], stored[name]) for name in stored
+    )
     assert all(config[key] == TINY[key] for key in TINY if key != "eos_token_id")
     assert tokenizer.decode(tokenizer.encode("The capital").ids) == "The capital"
 
 
-@pytest.mark.parametrize("layout", [
-    dict(rope_theta=None, rope_parameters={"rope_theta": 3000.0, "rope_type": "default"}),
-    dict(rope_theta=None, rope_parameters={"rope_theta": 3000}),
-    dict(rope_theta=None, rope_scaling=None, rope_parameters={"rope_theta": 3000.0, "rope_type": "default"}),
-    dict(rope_scaling={"rope_type": "default"}), dict(rope_scaling={"type": "default"}), dict(rope_scaling={})], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(rope_theta=None, rope_parameters={"rope_theta": 3000.0, "rope_type": "default"}),
+        dict(rope_theta=None, rope_parameters={"rope_theta": 3000}),
+        dict(
+            rope_theta=None,
+            rope_scaling=None,
+            rope_parameters={"rope_theta": 3000.0, "rope_type": "default"},
+        ),
+        dict(rope_scaling={"rope_type": "default"}),
+        dict(rope_scaling={"type": "default"}),
+        dict(rope_scaling={}),
+    ],
+    ids=str,
+)
 def test_both_layouts_of_rope_theta(folder, layout):
     """rope_theta of its own, or within rope_parameters: the same logits, which another theta does not give."""
     edit(folder / "config.json", rope_theta=3000)
@@ -710,32 +954,73 @@ def test_both_layouts_of_rope_theta(folder, layout):
     assert mx.array_equal(logits_from(folder), want)
 
 
-@pytest.mark.parametrize("layout", [{}, dict(rope_parameters={"rope_type": "default"}),
-                                    dict(rope_scaling={"rope_type": "default"})], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        dict(rope_parameters={"rope_type": "default"}),
+        dict(rope_scaling={"rope_type": "default"}),
+    ],
+    ids=str,
+)
 def test_no_rope_theta_is_refused(folder, layout):
     """Without a theta there is no silent default."""
     edit(folder / "config.json", rope_theta=None, **layout)
     assert "rope_theta" in refusal(folder)
 
 
-YARN, MOE = {"factor": 4.0, "original_max_position_embeddings": 32768}, dict(num_experts=128, num_experts_per_tok=8)
-SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads",
-         "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"]
+YARN, MOE = (
+    {"factor": 4.0, "original_max_position_embeddings": 32768},
+    dict(num_experts=128, num_experts_per_tok=8),
+)
+SIZES = [
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+]
 REFUSED = {
-    "yarn": dict(rope_scaling={"rope_type": "yarn"} | YARN), "yarn of old": dict(rope_scaling={"type": "yarn"} | YARN),
-    "yarn in parameters": dict(rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6} | YARN),
+    "yarn": dict(rope_scaling={"rope_type": "yarn"} | YARN),
+    "yarn of old": dict(rope_scaling={"type": "yarn"} | YARN),
+    "yarn in parameters": dict(
+        rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6} | YARN
+    ),
     "linear": dict(rope_scaling={"type": "linear", "factor": 2.0}),
     "linear in parameters": dict(rope_parameters={"rope_type": "linear", "factor": 2.0}),
-    "fp8": dict(quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
-    "awq": dict(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}),
-    "gptq": dict(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}),
-    "bitsandbytes": dict(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "fp8": dict(
+        quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    ),
+    "awq": dict(
+        quantization_config={
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "zero_point": True,
+        }
+    ),
+    "gptq": dict(
+        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    ),
+    "bitsandbytes": dict(
+        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}
+    ),
     "mxfp4": dict(quantization={"group_size": 32, "bits": 4, "mode": "mxfp4"}),
     "nvfp4": dict(quantization={"group_size": 16, "bits": 4, "mode": "nvfp4"}),
-    "mxfp4 in quantization_config": dict(quantization_config={"group_size": 32, "bits": 4, "mode": "mxfp4"}),
-    "qwen3_moe": dict(model_type="qwen3_moe", **MOE), "qwen2": dict(model_type="qwen2"), "llama": dict(model_type="llama"),
+    "mxfp4 in quantization_config": dict(
+        quantization_config={"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    ),
+    "qwen3_moe": dict(model_type="qwen3_moe", **MOE),
+    "qwen2": dict(model_type="qwen2"),
+    "llama": dict(model_type="llama"),
     "qwen3_5": dict(model_type="qwen3_5", text_config=TINY, **dict.fromkeys(SIZES)),
-    "gelu": dict(hidden_act="gelu"), "attention_bias": dict(attention_bias=True), "use_sliding_window": dict(use_sliding_window=True)}
+    "gelu": dict(hidden_act="gelu"),
+    "attention_bias": dict(attention_bias=True),
+    "use_sliding_window": dict(use_sliding_window=True),
+}
 
 
 @pytest.mark.parametrize("found", REFUSED)
@@ -787,8 +1072,13 @@ def shard(folder, parts=3):
     files = [f"model-{i:05}-of-{parts:05}.safetensors" for i in range(1, parts + 1)]
     where = {name: files[i % parts] for i, name in enumerate(weights)}
     for file in files:
-        mx.save_safetensors(str(folder / file), {name: array for name, array in weights.items() if where[name] == file})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+        mx.save_safetensors(
+            str(folder / file),
+            {name: array for name, array in weights.items() if where[name] == file},
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": where})
+    )
     (folder / "model.safetensors").unlink()
     return files
 
@@ -829,10 +1119,10 @@ def store_as_f8(folder, name):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:8 + size])
+    header = json.loads(data[8 : 8 + size])
     header[name]["dtype"] = "F8_E4M3"
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "model.embed_tokens"])
@@ -842,7 +1132,9 @@ def test_fp8_tensors_are_refused(folder, name, real):
     if real:
         store_as_f8(folder, f"{name}.weight")
     else:
-        edit_weights(folder, lambda w: w.update({f"{name}.weight": w[f"{name}.weight"].astype(mx.uint8)}))
+        edit_weights(
+            folder, lambda w: w.update({f"{name}.weight": w[f"{name}.weight"].astype(mx.uint8)})
+        )
     message = refusal(folder)
     assert name in message and re.search("uint8|fp8|f8", message, re.I)
 
@@ -851,14 +1143,39 @@ LAYER = "model.layers.0."
 DAMAGE = {
     "missing": (lambda w: w.pop(f"{LAYER}mlp.up_proj.weight"), f"{LAYER}mlp.up_proj"),
     "missing norm": (lambda w: w.pop("model.norm.weight"), "model.norm"),
-    "missing QK-norm": (lambda w: w.pop(f"{LAYER}self_attn.k_norm.weight"), f"{LAYER}self_attn.k_norm"),
-    "transposed": (lambda w: w.update({f"{LAYER}mlp.up_proj.weight": mx.zeros((64, 48))}), f"{LAYER}mlp.up_proj"),
-    "QK-norm over all heads": (lambda w: w.update({f"{LAYER}self_attn.q_norm.weight": mx.zeros(32)}), f"{LAYER}self_attn.q_norm"),
-    "too many words": (lambda w: w.update({"model.embed_tokens.weight": mx.zeros((101, 64))}), "model.embed_tokens"),
-    "stray bias": (lambda w: w.update({f"{LAYER}self_attn.q_proj.bias": mx.zeros(32)}), f"{LAYER}self_attn.q_proj.bias"),
-    "unknown": (lambda w: w.update({"visual.patch_embed.weight": mx.zeros(3)}), "visual.patch_embed"),
-    "a layer too many": (lambda w: w.update({"model.layers.1.input_layernorm.weight": mx.zeros(64)}), "model.layers.1.input_layernorm"),
-    "integers": (lambda w: w.update({f"{LAYER}input_layernorm.weight": mx.zeros(64, mx.int32)}), f"{LAYER}input_layernorm")}
+    "missing QK-norm": (
+        lambda w: w.pop(f"{LAYER}self_attn.k_norm.weight"),
+        f"{LAYER}self_attn.k_norm",
+    ),
+    "transposed": (
+        lambda w: w.update({f"{LAYER}mlp.up_proj.weight": mx.zeros((64, 48))}),
+        f"{LAYER}mlp.up_proj",
+    ),
+    "QK-norm over all heads": (
+        lambda w: w.update({f"{LAYER}self_attn.q_norm.weight": mx.zeros(32)}),
+        f"{LAYER}self_attn.q_norm",
+    ),
+    "too many words": (
+        lambda w: w.update({"model.embed_tokens.weight": mx.zeros((101, 64))}),
+        "model.embed_tokens",
+    ),
+    "stray bias": (
+        lambda w: w.update({f"{LAYER}self_attn.q_proj.bias": mx.zeros(32)}),
+        f"{LAYER}self_attn.q_proj.bias",
+    ),
+    "unknown": (
+        lambda w: w.update({"visual.patch_embed.weight": mx.zeros(3)}),
+        "visual.patch_embed",
+    ),
+    "a layer too many": (
+        lambda w: w.update({"model.layers.1.input_layernorm.weight": mx.zeros(64)}),
+        "model.layers.1.input_layernorm",
+    ),
+    "integers": (
+        lambda w: w.update({f"{LAYER}input_layernorm.weight": mx.zeros(64, mx.int32)}),
+        f"{LAYER}input_layernorm",
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -872,12 +1189,28 @@ def test_a_tensor_that_does_not_fit_is_named(folder, damage):
 
 def test_many_faults_are_counted_and_the_first_few_named(folder):
     """Three missing, one misshapen, three unknown: seven is said, not all are listed."""
+
     def change(w):
         gone = [w.pop(f"{LAYER}mlp.{part}_proj.weight") for part in ("gate", "up", "down")]
-        w.update({"model.norm.weight": mx.zeros(63)} | {f"extra.{i}.weight": array for i, array in enumerate(gone)})
+        w.update(
+            {"model.norm.weight": mx.zeros(63)}
+            | {f"extra.{i}.weight": array for i, array in enumerate(gone)}
+        )
+
     edit_weights(folder, change)
     message = refusal(folder)
-    named = sum(name in message for name in ("gate_proj", "up_proj", "down_proj", "model.norm", "extra.0", "extra.1", "extra.2"))
+    named = sum(
+        name in message
+        for name in (
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "model.norm",
+            "extra.0",
+            "extra.1",
+            "extra.2",
+        )
+    )
     assert re.search(r"\b7\b", message) and 2 <= named <= 4
 
 
@@ -885,7 +1218,12 @@ def test_many_faults_are_counted_and_the_first_few_named(folder):
 def test_half_a_quantized_matrix_is_named(folder, part):
     """A quantized matrix without its numbers, its scales or its biases is refused with its name."""
     name = f"{LAYER}self_attn.q_proj"
-    packed = dict(zip((f"{name}.weight", f"{name}.scales", f"{name}.biases"), mx.quantize(normal(32, 64), group_size=32, bits=4)))
+    packed = dict(
+        zip(
+            (f"{name}.weight", f"{name}.scales", f"{name}.biases"),
+            mx.quantize(normal(32, 64), group_size=32, bits=4),
+        )
+    )
     packed.pop(f"{name}.{part}")
     edit_weights(folder, lambda w: (w.pop(f"{name}.weight"), w.update(packed)))
     with pytest.raises((ValueError, KeyError), match=re.escape(name)):
@@ -894,7 +1232,11 @@ def test_half_a_quantized_matrix_is_named(folder, part):
 
 OPTIONAL = "generation_config.json", "tokenizer_config.json"
 FILES = "config.json", "tokenizer.json", "model.safetensors", *OPTIONAL
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0123456789abcdef" * 4 + "\nsize 1503300328\n"
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + "0123456789abcdef" * 4
+    + "\nsize 1503300328\n"
+)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -912,7 +1254,11 @@ def test_a_cut_file_is_named(folder, file, size):
     data = (folder / file).read_bytes()
     (folder / file).write_bytes(data[:size] if len(data) > -size else b"")
     message = refusal(folder)
-    assert message.startswith(f"/{file}") and re.search("incomplete|damaged", message) and "again" in message
+    assert (
+        message.startswith(f"/{file}")
+        and re.search("incomplete|damaged", message)
+        and "again" in message
+    )
 
 
 def test_a_cut_shard_is_named(folder):
@@ -928,7 +1274,9 @@ def test_a_cut_shard_is_named(folder):
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", *OPTIONAL])
-@pytest.mark.parametrize("content", [b"{", b"{'a': 1}", b"\xff\xfe\x00", b"<!DOCTYPE html>"], ids=str)
+@pytest.mark.parametrize(
+    "content", [b"{", b"{'a': 1}", b"\xff\xfe\x00", b"<!DOCTYPE html>"], ids=str
+)
 def test_broken_json_is_named(folder, file, content):
     """What is not JSON, such as a login page saved under the file's name, names the file."""
     (folder / file).write_bytes(content)
@@ -940,18 +1288,35 @@ def test_a_missing_stop_token_is_not_the_word_none(folder):
     for name in ("config.json", *OPTIONAL):
         edit(folder / name, eos_token_id=None, eos_token=None)
     tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
-    tokenizer["added_tokens"].append({"id": 159, "content": "None", "single_word": False, "lstrip": False, "rstrip": False,
-                                      "normalized": False, "special": False})
+    tokenizer["added_tokens"].append(
+        {
+            "id": 159,
+            "content": "None",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": False,
+        }
+    )
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     _, config, tokenizer = llm.load(folder)
     assert tokenizer.token_to_id("None") is not None and config["eos_token_id"] == []
 
 
-@pytest.mark.parametrize("file, key, value, want", [
-    ("config.json", "eos_token_id", 7, [7]), ("config.json", "eos_token_id", [9, 7], [7, 9]), ("config.json", "eos_token_id", 0, [0]),
-    ("generation_config.json", "eos_token_id", 7, [7]), ("generation_config.json", "eos_token_id", [9, 7], [7, 9]),
-    ("tokenizer_config.json", "eos_token", "<|im_end|>", [2050]), ("tokenizer_config.json", "eos_token", "<|endoftext|>", [2048]),
-    ("tokenizer_config.json", "eos_token", None, [])])
+@pytest.mark.parametrize(
+    "file, key, value, want",
+    [
+        ("config.json", "eos_token_id", 7, [7]),
+        ("config.json", "eos_token_id", [9, 7], [7, 9]),
+        ("config.json", "eos_token_id", 0, [0]),
+        ("generation_config.json", "eos_token_id", 7, [7]),
+        ("generation_config.json", "eos_token_id", [9, 7], [7, 9]),
+        ("tokenizer_config.json", "eos_token", "<|im_end|>", [2050]),
+        ("tokenizer_config.json", "eos_token", "<|endoftext|>", [2048]),
+        ("tokenizer_config.json", "eos_token", None, []),
+    ],
+)
 def test_one_file_suffices_for_a_stop_id(folder, file, key, value, want):
     """Int, list, token text, in any of the three files, with the others silent or not there."""
     edit(folder / "config.json", eos_token_id=None)
@@ -975,8 +1340,16 @@ def test_the_stop_ids_of_all_files_count(folder):
 
 # ---- Quantized checkpoints
 
-WIDE = dict(hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=160,
-            num_hidden_layers=2, rms_norm_eps=1e-3)
+WIDE = dict(
+    hidden_size=128,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=160,
+    num_hidden_layers=2,
+    rms_norm_eps=1e-3,
+)
 
 
 def dequantized(packed):
@@ -985,9 +1358,17 @@ def dequantized(packed):
     for name, array in packed.items():
         stem, _, kind = name.rpartition(".")
         if kind == "weight" and f"{stem}.scales" in packed:
-            scales, biases = (numbers(packed[f"{stem}.{part}"])[..., None] for part in ("scales", "biases"))
-            bits = np.unpackbits(np.array(array).view(np.uint8), axis=1, bitorder="little").reshape(len(scales), 128, -1)
-            q = (bits * 2.0 ** np.arange(bits.shape[-1])).sum(-1).reshape(len(scales), scales.shape[1], -1)
+            scales, biases = (
+                numbers(packed[f"{stem}.{part}"])[..., None] for part in ("scales", "biases")
+            )
+            bits = np.unpackbits(np.array(array).view(np.uint8), axis=1, bitorder="little").reshape(
+                len(scales), 128, -1
+            )
+            q = (
+                (bits * 2.0 ** np.arange(bits.shape[-1]))
+                .sum(-1)
+                .reshape(len(scales), scales.shape[1], -1)
+            )
             array = mx.array((q * scales + biases).reshape(len(scales), 128).astype(np.float32))
         if kind == "weight":
             weights[name] = array
@@ -998,10 +1379,10 @@ def check_quantized(folder, packed, config, plain):
     """Seven rows at once, then single rows: as the oracle with the dequantized matrices, within 1e-5 of the largest logit."""
     weights, loaded, _ = llm.load(checkpoints.write_checkpoint(folder, config, packed))
     assert any(name.endswith(".scales") for name in weights)
-    loaded["plain"], ids, cache = plain, random_ids(10, 160), llm.make_cache(weights, loaded, 10)
+    ids, cache = random_ids(10, 160), llm.make_cache(weights, loaded, 10)
     want = oracle(ids, dequantized(packed), config)
     for offset, count in (0, 7), (7, 1), (8, 1), (9, 1):
-        got = llm.forward(ids[offset:offset + count], weights, loaded, cache, offset)
+        got = llm.forward(ids[offset : offset + count], weights, loaded, cache, offset)
         assert off(got, want[offset + count - 1]) < 1e-5
         assert mx.argmax(got).item() == want[offset + count - 1].argmax()
 
@@ -1013,7 +1394,9 @@ def check_quantized(folder, packed, config, plain):
 def test_quantized_equals_dequantized(tmp_path, bits, group_size, tied, plain):
     """Every width that mlx-lm writes, embedding (and so the tied head) included."""
     config = checkpoints.make_config(**WIDE, tie_word_embeddings=tied)
-    packed, config = checkpoints.quantize(checkpoints.random_weights(config), config, bits, group_size)
+    packed, config = checkpoints.quantize(
+        checkpoints.random_weights(config), config, bits, group_size
+    )
     check_quantized(tmp_path, packed, config, plain)
 
 
@@ -1021,12 +1404,18 @@ def test_quantized_equals_dequantized(tmp_path, bits, group_size, tied, plain):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_mixed_bits_per_layer(tmp_path, tied, plain):
     """Some matrices with more bits, other groups, or not quantized at all, as mlx-lm's recipes leave them."""
+
     def choose(name):
-        if "v_proj" in name or "lm_head" in name: return 6, 32
-        if "embed" in name: return 8, 64
+        if "v_proj" in name or "lm_head" in name:
+            return 6, 32
+        if "embed" in name:
+            return 8, 64
         return None if "layers.0.mlp" in name else (4, 128)
+
     config = checkpoints.make_config(**WIDE, tie_word_embeddings=tied)
-    packed, config = checkpoints.quantize(checkpoints.random_weights(config), config, 4, 128, choose)
+    packed, config = checkpoints.quantize(
+        checkpoints.random_weights(config), config, 4, 128, choose
+    )
     check_quantized(tmp_path, packed, config, plain)
 
 
@@ -1035,8 +1424,12 @@ def test_quantized_tied_ignores_a_left_over_head(tmp_path, plain):
     """A quantized lm_head in a tied checkpoint is dropped whole: weight, scales and biases."""
     config = checkpoints.make_config(**WIDE)
     packed, config = checkpoints.quantize(checkpoints.random_weights(config), config)
-    stray = zip(("weight", "scales", "biases"), mx.quantize(normal(160, 128, seed=9), group_size=64, bits=4))
-    check_quantized(tmp_path, packed | {f"lm_head.{kind}": array for kind, array in stray}, config, plain)
+    stray = zip(
+        ("weight", "scales", "biases"), mx.quantize(normal(160, 128, seed=9), group_size=64, bits=4)
+    )
+    check_quantized(
+        tmp_path, packed | {f"lm_head.{kind}": array for kind, array in stray}, config, plain
+    )
 
 
 @both_paths
@@ -1046,15 +1439,19 @@ def test_quantized_keeps_two_bytes(tmp_path, bits, scales, plain):
     """Cache and logits are as the norms and scales are; where these differ, of one of the two types, never float32."""
     config = checkpoints.make_config(**WIDE)
     packed, config = checkpoints.quantize(checkpoints.random_weights(config, BF16), config, bits)
-    mixed = {name: array.astype(scales) if name.endswith(("scales", "biases")) else array for name, array in packed.items()}
+    mixed = {
+        name: array.astype(scales) if name.endswith(("scales", "biases")) else array
+        for name, array in packed.items()
+    }
     weights, loaded, _ = llm.load(checkpoints.write_checkpoint(tmp_path, config, mixed))
-    loaded["plain"], cache = plain, llm.make_cache(weights, loaded, 5)
+    cache = llm.make_cache(weights, loaded, 5)
     logits = llm.forward(random_ids(5, 160), weights, loaded, cache, 0)
     assert {logits.dtype, *[array.dtype for pair in cache for array in pair]} in ({BF16}, {scales})
     assert off(logits, oracle(random_ids(5, 160), dequantized(packed), config)[-1]) < 6 * 2**-8
 
 
 # ---- Laziness and memory
+
 
 def peak_of(work):
     """What `work` needs at most beyond what is held already, in bytes."""
@@ -1076,7 +1473,7 @@ def test_a_conversion_does_not_hold_the_weights_twice(tmp_path):
 @both_paths
 def test_prefill_needs_the_head_for_one_row_only(monkeypatch, plain):
     """1,024 tokens in chunks of 128 and 32,768 words: logits of every row would be 134 MB, of a chunk 17 MB."""
-    config = checkpoints.make_config(num_hidden_layers=2, vocab_size=32768) | {"plain": plain}
+    config = checkpoints.make_config(num_hidden_layers=2, vocab_size=32768)
     weights, ids = checkpoints.random_weights(config, BF16), random_ids(1024)
     monkeypatch.setattr(llm, "CHUNK", 128)
     assert peak_of(lambda: list(llm.generate(ids, weights, config, [], 2))) < 10e6
@@ -1085,42 +1482,55 @@ def test_prefill_needs_the_head_for_one_row_only(monkeypatch, plain):
 @both_paths
 def test_prefill_memory_grows_with_the_chunk(monkeypatch, plain):
     """Chunks are run one after the other: 1,536 tokens need little more than twice what 768 need, not four times."""
-    config = checkpoints.make_config(num_hidden_layers=2) | {"plain": plain}
+    config = checkpoints.make_config(num_hidden_layers=2)
     weights = checkpoints.random_weights(config)
     monkeypatch.setattr(llm, "CHUNK", 64)
-    short, long = (peak_of(lambda: list(llm.generate(random_ids(count), weights, config, [], 1))) for count in (768, 1536))
+    short, long = (
+        peak_of(lambda: list(llm.generate(random_ids(count), weights, config, [], 1)))
+        for count in (768, 1536)
+    )
     assert long < 2.2 * short
 
 
 @both_paths
 def test_decode_does_not_copy_the_cache(plain):
     """200 tokens beside a cache of 8 MB in one layer: a copy of its keys alone would be 4 MB."""
-    config = checkpoints.make_config(num_hidden_layers=1, head_dim=64, vocab_size=300) | {"plain": plain}
+    config = checkpoints.make_config(num_hidden_layers=1, head_dim=64, vocab_size=300)
     weights = checkpoints.random_weights(config)
     cache = llm.make_cache(weights, config, 8192)
     mx.eval(cache)
     assert sum(a.nbytes for pair in cache for a in pair) == 2 * 2**22
-    assert peak_of(lambda: list(llm.generate(random_ids(8), weights, config, [], 200, cache=cache))) < 2e6
+    assert (
+        peak_of(lambda: list(llm.generate(random_ids(8), weights, config, [], 200, cache=cache)))
+        < 2e6
+    )
 
 
 def test_import_is_cheap_and_silent():
     """Importing prints nothing, allocates nothing and pulls in none of the heavy packages, wherever it is done."""
-    code = ("import llm_inference, sys, mlx.core as mx\n"
-            "assert mx.get_active_memory() == 0 and mx.get_peak_memory() == 0\n"
-            "assert not {'huggingface_hub', 'transformers', 'torch', 'numpy'} & set(sys.modules)")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/",
-                         env=os.environ | {"PYTHONPATH": str(ROOT)})
+    code = (
+        "import llm_inference, sys, mlx.core as mx\n"
+        "assert mx.get_active_memory() == 0 and mx.get_peak_memory() == 0\n"
+        "assert not {'huggingface_hub', 'transformers', 'torch', 'numpy'} & set(sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 # ---- Trained weights
+
 
 @both_paths
 @pytest.mark.parametrize("dtype", [None, F32], ids=["as stored", "float32"])
 def test_the_miniature_says_paris(plain, dtype):
     """The bundled miniature, trained by transformers, finishes the sentence."""
     weights, config, tokenizer = llm.load(checkpoints.MINI, dtype)
-    config["plain"] = plain
     ids = tokenizer.encode("The capital of France is").ids
     text = tokenizer.decode(list(llm.generate(ids, weights, config, config["eos_token_id"], 8)))
     assert text.startswith(" Paris")
@@ -1130,8 +1540,12 @@ def test_the_miniature_says_paris(plain, dtype):
 def test_the_miniature_equals_the_oracle(plain):
     """Trained weights in float32, 60 tokens: within 1e-5 of the largest logit, as random ones."""
     weights, config, tokenizer = llm.load(checkpoints.MINI, F32)
-    config["plain"] = plain
-    ids = (tokenizer.encode("The capital of France is Paris. The capital of Japan is Tokyo. 法国的首都是巴黎。").ids * 6)[:60]
+    ids = (
+        tokenizer.encode(
+            "The capital of France is Paris. The capital of Japan is Tokyo. 法国的首都是巴黎。"
+        ).ids
+        * 6
+    )[:60]
     want = oracle(ids, weights, json.loads((checkpoints.MINI / "config.json").read_text()))
     assert off(logits_of(ids, weights, config), want[-1]) < 1e-5
 
@@ -1140,7 +1554,9 @@ def test_the_miniature_equals_the_oracle(plain):
 def real():
     """The real weights, where somebody has put them."""
     if not (REAL / "model.safetensors").exists():
-        pytest.skip(f"{REAL}/model.safetensors is not there: run llm_inference.py online once to get it")
+        pytest.skip(
+            f"{REAL}/model.safetensors is not there: run llm_inference.py online once to get it"
+        )
     return llm.load(REAL)
 
 
@@ -1153,7 +1569,7 @@ def test_real_prompt_ids(real):
 def test_real_top_five(real, plain):
     """The published table of the next token's probabilities, within 0.01, in its order."""
     weights, config, tokenizer = real
-    p = numbers(mx.softmax(logits_of([785, 6722, 315, 9625, 374], weights, config | {"plain": plain}).astype(F32)))
+    p = numbers(mx.softmax(logits_of([785, 6722, 315, 9625, 374], weights, config).astype(F32)))
     table = {"Paris": 0.6582, "located": 0.0274, "the": 0.0233, "...": 0.0157, "____": 0.0136}
     best = {tokenizer.decode([int(i)]).strip(): p[i] for i in np.argsort(-p)[:5]}
     assert best == pytest.approx(table, abs=0.01) and list(best)[0] == "Paris"
@@ -1164,6 +1580,7 @@ def test_real_greedy_text(real, plain):
     """The published continuation."""
     weights, config, tokenizer = real
     ids = [785, 6722, 315, 9625, 374]
-    answer = list(llm.generate(ids, weights, config | {"plain": plain}, config["eos_token_id"], 20))
+    answer = list(llm.generate(ids, weights, config, config["eos_token_id"], 20))
     assert tokenizer.decode(ids + answer).startswith(
-        "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid")
+        "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid"
+    )

@@ -1,10 +1,10 @@
 """README.md and README.zh-CN.md: outputs, excerpts, links and pictures are true, and the two say the same."""
+
 import re
 import subprocess
 import sys
 
 import pytest
-
 import readme
 from readme import READMES, ROOT, blocks, is_session
 
@@ -27,7 +27,11 @@ def test_every_output_is_what_the_code_prints():
 @both
 def test_excerpts_stand_in_the_file(name):
     """A Python block without >>> is a run of lines of llm_inference.py."""
-    excerpts = [content for language, content in blocks(TEXTS[name]) if language == "python" and not is_session(language, content)]
+    excerpts = [
+        content
+        for language, content in blocks(TEXTS[name])
+        if language == "python" and not is_session(language, content)
+    ]
     assert len(excerpts) >= 10
     for excerpt in excerpts:
         assert excerpt in SOURCE, f"not in llm_inference.py:\n{excerpt}"
@@ -37,7 +41,10 @@ def test_excerpts_stand_in_the_file(name):
 def test_links_and_pictures_resolve(name):
     """Every relative link names a file of the repository, every #anchor a heading."""
     text = TEXTS[name]
-    headings = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+    headings = {
+        re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-")
+        for h in re.findall(r"^#+ (.*)$", text, re.M)
+    }
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     assert any(target.endswith(".svg") for target in targets)
     for target in targets:
@@ -49,7 +56,9 @@ def test_links_and_pictures_resolve(name):
 
 def test_pictures_fit_the_model():
     """.github/*.svg were drawn from the miniature that lies here."""
-    done = subprocess.run([sys.executable, ROOT / "tests" / "figures.py", "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "figures.py", "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

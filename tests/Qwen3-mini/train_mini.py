@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Makes tests/Qwen3-mini: a very small, genuinely trained Qwen3 in the file layout of the published checkpoints.
 
-    python tests/train_mini.py            remake everything (ten to fifteen minutes on two CPU cores)
-    python tests/train_mini.py --check    only measure the folder that is there
+    python tests/Qwen3-mini/train_mini.py            remake everything (ten to fifteen minutes on two CPU cores)
+    python tests/Qwen3-mini/train_mini.py --check    only measure the folder that is there
 
 What is made from what:
 
-    tests/facts.tsv  ->  documents  ->  tokenizer (byte-level BPE)  ->  Qwen3ForCausalLM  ->  tests/Qwen3-mini/
+    tests/Qwen3-mini/facts.tsv  ->  documents  ->  tokenizer (byte-level BPE)  ->  Qwen3ForCausalLM  ->  tests/Qwen3-mini/
 
 The documents are sentences and dialogues about the capital, continent, currency and main language of each country
 of the table, in English and Chinese. Running text follows one fixed tour of the countries, the order of the table,
@@ -28,7 +28,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
@@ -45,8 +55,15 @@ WARM_UP = 50
 BPE_ENTRIES = 2048
 
 SHAPE = dict(
-    hidden_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    intermediate_size=256, max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=True,
+    hidden_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,11 +74,11 @@ SHAPE = dict(
 class Phrases:
     """All ways to speak of one kind of fact in one language. The first of `say` and of `ask` is the canonical one."""
 
-    say: list            # statements for running text
-    ask: list            # questions for dialogue
-    answer: str          # the one answer of the dialogue
-    thought: str         # the one thought of the dialogue
-    again: list = field(default_factory=list)    # "and now this kind for the country just spoken of"
+    say: list  # statements for running text
+    ask: list  # questions for dialogue
+    answer: str  # the one answer of the dialogue
+    thought: str  # the one thought of the dialogue
+    again: list = field(default_factory=list)  # "and now this kind for the country just spoken of"
     say_new: list = field(default_factory=list)
     ask_new: list = field(default_factory=list)
 
@@ -122,10 +139,20 @@ PHRASES = {
         ],
         answer="The capital of {s} is {a}.",
         thought="The question is about the capital of {s}, which is {a}.",
-        again=["And its capital?", "What is its capital?", "What about the capital?", "Which city is its capital?"],
+        again=[
+            "And its capital?",
+            "What is its capital?",
+            "What about the capital?",
+            "Which city is its capital?",
+        ],
     ),
     ("continent", "en"): Phrases(
-        say=["{s} is in {a}.", "{s} lies in {a}.", "{s} is part of {a}.", "On a map, {s} is found in {a}."],
+        say=[
+            "{s} is in {a}.",
+            "{s} lies in {a}.",
+            "{s} is part of {a}.",
+            "On a map, {s} is found in {a}.",
+        ],
         ask=[
             "Which continent is {s} in?",
             "What continent is {s} in?",
@@ -183,7 +210,11 @@ PHRASES = {
         again=["And its language?", "What is its language?", "What do people speak there?"],
     ),
     ("country", "en"): Phrases(
-        say=["{s} is the capital of {a}.", "{s} is the capital city of {a}.", "The city of {s} is the capital of {a}."],
+        say=[
+            "{s} is the capital of {a}.",
+            "{s} is the capital city of {a}.",
+            "The city of {s} is the capital of {a}.",
+        ],
         ask=[
             "{s} is the capital of which country?",
             "Which country has {s} as its capital?",
@@ -221,14 +252,24 @@ PHRASES = {
             "{s}的首都？",
             "说出{s}的首都。",
         ],
-        ask_new=["请问{s}的首都叫什么？", "你知道{s}的首都是哪个城市吗？", "请说出{s}的首都是什么。"],
+        ask_new=[
+            "请问{s}的首都叫什么？",
+            "你知道{s}的首都是哪个城市吗？",
+            "请说出{s}的首都是什么。",
+        ],
         answer="{s}的首都是{a}。",
         thought="问题是{s}的首都，也就是{a}。",
         again=["它的首都呢？", "它的首都是哪里？", "首都是哪里？"],
     ),
     ("continent", "zh"): Phrases(
         say=["{s}在{a}。", "{s}位于{a}。", "{s}属于{a}。"],
-        ask=["{s}在哪个洲？", "{s}位于哪个洲？", "{s}在哪里？", "请问{s}在哪个大洲？", "{s}属于哪个洲？"],
+        ask=[
+            "{s}在哪个洲？",
+            "{s}位于哪个洲？",
+            "{s}在哪里？",
+            "请问{s}在哪个大洲？",
+            "{s}属于哪个洲？",
+        ],
         ask_new=["你知道{s}在哪个洲吗？"],
         answer="{s}在{a}。",
         thought="问题是{s}所在的洲，也就是{a}。",
@@ -236,7 +277,13 @@ PHRASES = {
     ),
     ("currency", "zh"): Phrases(
         say=["{s}的货币是{a}。", "{s}使用{a}。", "在{s}，人们用{a}付钱。"],
-        ask=["{s}的货币是什么？", "{s}用什么货币？", "{s}使用哪种货币？", "请问{s}的货币是什么？", "请告诉我{s}的货币。"],
+        ask=[
+            "{s}的货币是什么？",
+            "{s}用什么货币？",
+            "{s}使用哪种货币？",
+            "请问{s}的货币是什么？",
+            "请告诉我{s}的货币。",
+        ],
         ask_new=["你知道{s}用什么货币吗？"],
         answer="{s}的货币是{a}。",
         thought="问题是{s}的货币，也就是{a}。",
@@ -244,7 +291,13 @@ PHRASES = {
     ),
     ("language", "zh"): Phrases(
         say=["{s}的主要语言是{a}。", "在{s}，很多人说{a}。", "{s}人大多说{a}。"],
-        ask=["{s}的主要语言是什么？", "{s}人说什么语言？", "{s}说什么语言？", "请问{s}的语言是什么？", "请告诉我{s}的主要语言。"],
+        ask=[
+            "{s}的主要语言是什么？",
+            "{s}人说什么语言？",
+            "{s}说什么语言？",
+            "请问{s}的语言是什么？",
+            "请告诉我{s}的主要语言。",
+        ],
         ask_new=["你知道{s}人说什么语言吗？"],
         answer="{s}的主要语言是{a}。",
         thought="问题是{s}的主要语言，也就是{a}。",
@@ -252,7 +305,12 @@ PHRASES = {
     ),
     ("country", "zh"): Phrases(
         say=["{s}是{a}的首都。", "城市{s}是{a}的首都。"],
-        ask=["{s}是哪个国家的首都？", "哪个国家的首都是{s}？", "请问{s}是哪国的首都？", "{s}是哪里的首都？"],
+        ask=[
+            "{s}是哪个国家的首都？",
+            "哪个国家的首都是{s}？",
+            "请问{s}是哪国的首都？",
+            "{s}是哪里的首都？",
+        ],
         ask_new=["你知道{s}是哪个国家的首都吗？"],
         answer="{s}是{a}的首都。",
         thought="问题是城市{s}，它是{a}的首都。",
@@ -268,16 +326,32 @@ ANOTHER = {
 # A portrait tells all that the table knows of one country.
 PORTRAIT = {
     "en": dict(
-        first="{s} is a country in {a}.", first_bare="{s} is a country.", joiner=" ",
-        rest={"capital": "Its capital is {a}.", "currency": "Its currency is the {a}.",
-              "language": "Its main language is {a}."},
-        ask=["Tell me about {s}.", "What do you know about {s}?", "Describe {s}.", "Tell me something about {s}.",
-             "I want to know more about {s}."],
+        first="{s} is a country in {a}.",
+        first_bare="{s} is a country.",
+        joiner=" ",
+        rest={
+            "capital": "Its capital is {a}.",
+            "currency": "Its currency is the {a}.",
+            "language": "Its main language is {a}.",
+        },
+        ask=[
+            "Tell me about {s}.",
+            "What do you know about {s}?",
+            "Describe {s}.",
+            "Tell me something about {s}.",
+            "I want to know more about {s}.",
+        ],
         thought="The question is about {s} in general.",
     ),
     "zh": dict(
-        first="{s}是{a}国家。", first_bare="{s}是一个国家。", joiner="",
-        rest={"capital": "它的首都是{a}。", "currency": "它的货币是{a}。", "language": "它的主要语言是{a}。"},
+        first="{s}是{a}国家。",
+        first_bare="{s}是一个国家。",
+        joiner="",
+        rest={
+            "capital": "它的首都是{a}。",
+            "currency": "它的货币是{a}。",
+            "language": "它的主要语言是{a}。",
+        },
         ask=["介绍一下{s}。", "请介绍{s}。", "说说{s}。", "你知道{s}的什么？"],
         thought="问题是{s}的情况。",
     ),
@@ -286,65 +360,238 @@ PORTRAIT = {
 # Small talk: (what the user says, the answer, the thought).
 SMALL_TALK = {
     "en": [
-        (["Hi", "Hello", "Hey", "Hi there", "Hello there", "Good morning", "Good evening", "Good day", "Hi, how are you?",
-          "How are you?", "Nice to meet you"],
-         "Hello! Ask me about a country.", "This is a greeting."),
-        (["Who are you?", "What are you?", "What is your name?", "Are you a person?", "Introduce yourself.",
-          "What can you do?", "What do you know?", "How can you help me?", "Help", "What should I ask?", "Who made you?"],
-         "I am a very small model. I know the countries of the world.", "This is a question about me."),
-        (["Thanks", "Thank you", "Thank you very much", "Great, thanks", "Good", "Well done", "OK", "Nice", "Cool"],
-         "You are welcome!", "This is a thank-you."),
+        (
+            [
+                "Hi",
+                "Hello",
+                "Hey",
+                "Hi there",
+                "Hello there",
+                "Good morning",
+                "Good evening",
+                "Good day",
+                "Hi, how are you?",
+                "How are you?",
+                "Nice to meet you",
+            ],
+            "Hello! Ask me about a country.",
+            "This is a greeting.",
+        ),
+        (
+            [
+                "Who are you?",
+                "What are you?",
+                "What is your name?",
+                "Are you a person?",
+                "Introduce yourself.",
+                "What can you do?",
+                "What do you know?",
+                "How can you help me?",
+                "Help",
+                "What should I ask?",
+                "Who made you?",
+            ],
+            "I am a very small model. I know the countries of the world.",
+            "This is a question about me.",
+        ),
+        (
+            [
+                "Thanks",
+                "Thank you",
+                "Thank you very much",
+                "Great, thanks",
+                "Good",
+                "Well done",
+                "OK",
+                "Nice",
+                "Cool",
+            ],
+            "You are welcome!",
+            "This is a thank-you.",
+        ),
         (["Bye", "Goodbye", "See you", "Good night", "Bye bye"], "Goodbye!", "This is a goodbye."),
     ],
     "zh": [
-        (["你好", "您好", "嗨", "早上好", "晚上好", "你好吗？", "大家好"], "你好！请问我一个国家。", "这是问候。"),
-        (["你是谁？", "你叫什么名字？", "你能做什么？", "你会什么？", "介绍一下你自己。", "你知道什么？"],
-         "我是一个很小的模型，我知道世界上的国家。", "这是关于我的问题。"),
+        (
+            ["你好", "您好", "嗨", "早上好", "晚上好", "你好吗？", "大家好"],
+            "你好！请问我一个国家。",
+            "这是问候。",
+        ),
+        (
+            [
+                "你是谁？",
+                "你叫什么名字？",
+                "你能做什么？",
+                "你会什么？",
+                "介绍一下你自己。",
+                "你知道什么？",
+            ],
+            "我是一个很小的模型，我知道世界上的国家。",
+            "这是关于我的问题。",
+        ),
         (["谢谢", "谢谢你", "多谢", "很好", "好的"], "不客气！", "这是感谢。"),
         (["再见", "拜拜", "晚安"], "再见！", "这是告别。"),
     ],
 }
 
 # What it cannot answer, and what it says then. {s} is a country of the table, {x} a name that the table lacks.
-UNKNOWN_ANSWER = {"en": "I do not know that. I only know some facts about countries.",
-                  "zh": "这个我不知道。我只知道一些国家的知识。"}
+UNKNOWN_ANSWER = {
+    "en": "I do not know that. I only know some facts about countries.",
+    "zh": "这个我不知道。我只知道一些国家的知识。",
+}
 UNKNOWN_THOUGHT = {"en": "This is not something I know.", "zh": "这不是我知道的内容。"}
 UNKNOWN = {
     "en": [
-        "What is {n} + {n}?", "What is {n} times {n}?", "Is {n} a prime number?", "Tell me a joke.", "Write a poem.",
-        "Write a short story about a dog.", "Who wrote Hamlet?", "Who painted this picture?", "What time is it?",
-        "What is the weather today?", "What day is it today?", "How do I cook rice?", "How do I learn to code?",
-        "What is the meaning of life?", "Explain quantum physics.", "What is a transformer?", "Why is the sky blue?",
-        "How far away is the moon?", "Who is the best player in the world?", "Sing a song.", "What is love?",
-        "Write a function that sorts a list.", "Translate this sentence.", "How old are you?", "Do you like music?",
-        "What is your favourite colour?", "Can you drive a car?", "What should I eat today?", "Who invented the telephone?",
-        "Give me a recipe for bread.", "How many days are in a year?", "What is water made of?", "Fix my computer.",
-        "What is the largest animal?", "Once upon a time", "What is machine learning?", "Count to {n}.",
-        "What is the population of {s}?", "Who is the president of {s}?", "How large is {s}?", "How is the weather in {s}?",
-        "What is the highest mountain in {s}?", "What is the national anthem of {s}?", "How many people live in {s}?",
-        "Who is the king of {s}?", "What do people eat in {s}?", "What colour is the flag of {s}?",
-        "What is the longest river in {s}?", "When was {s} founded?", "Is {s} beautiful?",
-        "What is the capital of {x}?", "What's the capital of {x}?", "Tell me about {x}.", "Where is {x}?",
-        "What is the currency of {x}?", "What language do people speak in {x}?", "{x} is the capital of which country?",
-        "Tell me the capital of {x}.", "Which city is the capital of {x}?", "Do you know {x}?",
+        "What is {n} + {n}?",
+        "What is {n} times {n}?",
+        "Is {n} a prime number?",
+        "Tell me a joke.",
+        "Write a poem.",
+        "Write a short story about a dog.",
+        "Who wrote Hamlet?",
+        "Who painted this picture?",
+        "What time is it?",
+        "What is the weather today?",
+        "What day is it today?",
+        "How do I cook rice?",
+        "How do I learn to code?",
+        "What is the meaning of life?",
+        "Explain quantum physics.",
+        "What is a transformer?",
+        "Why is the sky blue?",
+        "How far away is the moon?",
+        "Who is the best player in the world?",
+        "Sing a song.",
+        "What is love?",
+        "Write a function that sorts a list.",
+        "Translate this sentence.",
+        "How old are you?",
+        "Do you like music?",
+        "What is your favourite colour?",
+        "Can you drive a car?",
+        "What should I eat today?",
+        "Who invented the telephone?",
+        "Give me a recipe for bread.",
+        "How many days are in a year?",
+        "What is water made of?",
+        "Fix my computer.",
+        "What is the largest animal?",
+        "Once upon a time",
+        "What is machine learning?",
+        "Count to {n}.",
+        "What is the population of {s}?",
+        "Who is the president of {s}?",
+        "How large is {s}?",
+        "How is the weather in {s}?",
+        "What is the highest mountain in {s}?",
+        "What is the national anthem of {s}?",
+        "How many people live in {s}?",
+        "Who is the king of {s}?",
+        "What do people eat in {s}?",
+        "What colour is the flag of {s}?",
+        "What is the longest river in {s}?",
+        "When was {s} founded?",
+        "Is {s} beautiful?",
+        "What is the capital of {x}?",
+        "What's the capital of {x}?",
+        "Tell me about {x}.",
+        "Where is {x}?",
+        "What is the currency of {x}?",
+        "What language do people speak in {x}?",
+        "{x} is the capital of which country?",
+        "Tell me the capital of {x}.",
+        "Which city is the capital of {x}?",
+        "Do you know {x}?",
     ],
     "zh": [
-        "{n}加{n}等于多少？", "讲个笑话。", "写一首诗。", "今天天气怎么样？", "现在几点？", "今天星期几？", "天空为什么是蓝色的？",
-        "怎么做饭？", "谁写了这本书？", "你多大了？", "你喜欢音乐吗？", "什么是爱？", "唱一首歌。", "帮我写代码。", "月亮有多远？",
-        "我今天吃什么？", "翻译这句话。", "人生的意义是什么？", "世界上最大的动物是什么？", "什么是机器学习？",
-        "{s}有多少人口？", "{s}的总统是谁？", "{s}有多大？", "{s}的天气怎么样？", "{s}最高的山是什么？", "{s}的国旗是什么颜色？",
-        "{x}的首都是哪里？", "{x}的首都是什么？", "介绍一下{x}。", "{x}在哪里？", "{x}的货币是什么？",
+        "{n}加{n}等于多少？",
+        "讲个笑话。",
+        "写一首诗。",
+        "今天天气怎么样？",
+        "现在几点？",
+        "今天星期几？",
+        "天空为什么是蓝色的？",
+        "怎么做饭？",
+        "谁写了这本书？",
+        "你多大了？",
+        "你喜欢音乐吗？",
+        "什么是爱？",
+        "唱一首歌。",
+        "帮我写代码。",
+        "月亮有多远？",
+        "我今天吃什么？",
+        "翻译这句话。",
+        "人生的意义是什么？",
+        "世界上最大的动物是什么？",
+        "什么是机器学习？",
+        "{s}有多少人口？",
+        "{s}的总统是谁？",
+        "{s}有多大？",
+        "{s}的天气怎么样？",
+        "{s}最高的山是什么？",
+        "{s}的国旗是什么颜色？",
+        "{x}的首都是哪里？",
+        "{x}的首都是什么？",
+        "介绍一下{x}。",
+        "{x}在哪里？",
+        "{x}的货币是什么？",
     ],
 }
 NO_COUNTRY = {
-    "en": ["Atlantis", "Narnia", "Wakanda", "Mordor", "Texas", "California", "Sydney", "New York", "Bavaria", "Scotland", "Hawaii",
-           "Mars", "the Moon", "Europe", "Africa", "Asia", "my house", "the ocean", "Utopia", "Sparta", "Prussia",
-           "Yugoslavia", "the world", "South Africa", "Nauru", "Equatorial Guinea", "Middle-earth", "Siberia"],
-    "zh": ["火星", "月亮", "亚特兰蒂斯", "加州", "上海", "世界", "海洋", "南非", "瑙鲁", "夏威夷", "天空", "我家"],
+    "en": [
+        "Atlantis",
+        "Narnia",
+        "Wakanda",
+        "Mordor",
+        "Texas",
+        "California",
+        "Sydney",
+        "New York",
+        "Bavaria",
+        "Scotland",
+        "Hawaii",
+        "Mars",
+        "the Moon",
+        "Europe",
+        "Africa",
+        "Asia",
+        "my house",
+        "the ocean",
+        "Utopia",
+        "Sparta",
+        "Prussia",
+        "Yugoslavia",
+        "the world",
+        "South Africa",
+        "Nauru",
+        "Equatorial Guinea",
+        "Middle-earth",
+        "Siberia",
+    ],
+    "zh": [
+        "火星",
+        "月亮",
+        "亚特兰蒂斯",
+        "加州",
+        "上海",
+        "世界",
+        "海洋",
+        "南非",
+        "瑙鲁",
+        "夏威夷",
+        "天空",
+        "我家",
+    ],
 }
 SYSTEM = {
-    "en": ["You are a helpful assistant.", "You are a geography teacher.", "Answer briefly.", "Be polite and short.",
-           "You know the countries of the world.", "You are Qwen, a helpful assistant."],
+    "en": [
+        "You are a helpful assistant.",
+        "You are a geography teacher.",
+        "Answer briefly.",
+        "Be polite and short.",
+        "You know the countries of the world.",
+        "You are Qwen, a helpful assistant.",
+    ],
     "zh": ["你是一个有用的助手。", "你是地理老师。", "请简短回答。"],
 }
 
@@ -353,8 +600,12 @@ SYSTEM = {
 
 
 def read_facts():
-    """The rows of tests/facts.tsv as dicts, in the order of the tour."""
-    lines = [line for line in (HERE / "facts.tsv").read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    """The rows of tests/Qwen3-mini/facts.tsv as dicts, in the order of the tour."""
+    lines = [
+        line
+        for line in (HERE / "facts.tsv").read_text("utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
     names = lines[0].split("\t")
     return [dict(zip(names, line.split("\t"), strict=True)) for line in lines[1:]]
 
@@ -366,7 +617,9 @@ def fact(row, kind, lang):
     """(subject, answer) of one row, or None where the table has no answer or the subject is not unique."""
     suffix = "" if lang == "en" else "_zh"
     subject, answer = (FACTS[row][column + suffix] for column in KINDS[kind])
-    if answer == "-" or (kind == "country" and sum(r["capital" + suffix] == subject for r in FACTS) > 1):
+    if answer == "-" or (
+        kind == "country" and sum(r["capital" + suffix] == subject for r in FACTS) > 1
+    ):
         return None
     return subject, answer
 
@@ -391,7 +644,11 @@ def portrait(row, lang):
     form = PORTRAIT[lang]
     where = fact(row, "continent", lang)
     subject = fact(row, "capital", lang)[0]
-    parts = [fill(form["first"], lang, s=subject, a=where[1]) if where else fill(form["first_bare"], lang, s=subject)]
+    parts = [
+        fill(form["first"], lang, s=subject, a=where[1])
+        if where
+        else fill(form["first_bare"], lang, s=subject)
+    ]
     for kind, pattern in form["rest"].items():
         known = fact(row, kind, lang)
         if known:
@@ -413,7 +670,11 @@ def chat_prompt(questions, answers, thinking, system=None):
     text = f"<|im_start|>system\n{system}{STOP}\n" if system else ""
     for question, answer in zip(questions, answers):
         text += f"<|im_start|>user\n{question}{STOP}\n<|im_start|>assistant\n{answer}{STOP}\n"
-    return text + f"<|im_start|>user\n{questions[-1]}{STOP}\n<|im_start|>assistant\n" + ("" if thinking else NO_THOUGHT)
+    return (
+        text
+        + f"<|im_start|>user\n{questions[-1]}{STOP}\n<|im_start|>assistant\n"
+        + ("" if thinking else NO_THOUGHT)
+    )
 
 
 def chat_completion(answer, thought, thinking):
@@ -432,7 +693,13 @@ class Writer:
     """Draws documents from a seeded random generator."""
 
     # Every word of an English name, every Chinese name.
-    names = {word for row in FACTS for name in (row["country"], row["capital"]) for word in name.split() if word != "the"}
+    names = {
+        word
+        for row in FACTS
+        for name in (row["country"], row["capital"])
+        for word in name.split()
+        if word != "the"
+    }
     names |= {row[column] for row in FACTS for column in ("country_zh", "capital_zh")}
     KIND_WEIGHTS = {"capital": 5, "continent": 1.5, "currency": 2, "language": 2, "country": 3}
     SHARES = {"portrait": 0.09, "small talk": 0.08, "unknown": 0.13}
@@ -489,17 +756,28 @@ class Writer:
         else:
             kinds = [self.kind()]
             if form < 0.2:
-                kinds = rng.sample(["capital", "continent", "currency", "language"], rng.choice([2, 2, 3]))
+                kinds = rng.sample(
+                    ["capital", "continent", "currency", "language"], rng.choice([2, 2, 3])
+                )
             chosen = []
             for kind in kinds:
                 count = len(PHRASES[kind, lang].say)
-                chosen.append((kind, 0 if rng.random() < (0.6 if self.hard else 0.35) else rng.randrange(count)))
+                chosen.append(
+                    (
+                        kind,
+                        0 if rng.random() < (0.6 if self.hard else 0.35) else rng.randrange(count),
+                    )
+                )
 
             def unit(row):
                 parts = [self.statement(kind, lang, phrase, row) for kind, phrase in chosen]
                 return joiner.join(filter(None, parts))
 
-        budget = rng.randint(10, 220) if (rng.random() < 0.35 if long is None else long) else rng.randint(1, 4)
+        budget = (
+            rng.randint(10, 220)
+            if (rng.random() < 0.35 if long is None else long)
+            else rng.randint(1, 4)
+        )
         text = ""
         for count, sentence in enumerate(self.tour(self.row(), unit), 1):
             text += (joiner if text else "") + sentence
@@ -515,14 +793,44 @@ class Writer:
         rng = self.rng
         if lang == "en":
             if rng.random() < 0.15:
-                lead = rng.choice(["Please, ", "Hi, ", "Hello, ", "Hey, ", "So, ", "OK, ", "Now, ", "And ", "Sorry, ",
-                                   "Hi! ", "Hello! ", "Quick question: ", "Excuse me, ", "One more question: "])
+                lead = rng.choice(
+                    [
+                        "Please, ",
+                        "Hi, ",
+                        "Hello, ",
+                        "Hey, ",
+                        "So, ",
+                        "OK, ",
+                        "Now, ",
+                        "And ",
+                        "Sorry, ",
+                        "Hi! ",
+                        "Hello! ",
+                        "Quick question: ",
+                        "Excuse me, ",
+                        "One more question: ",
+                    ]
+                )
                 keep = lead[-2] in "!:" or question.split()[0].rstrip("'s?:") in {"I", *self.names}
                 question = lead + (question if keep else question[0].lower() + question[1:])
             mark = question[-1] if question[-1] in "?." else ""
             if mark and rng.random() < 0.4:
-                question = question[:-1] + rng.choice(["", "", "", "", " please", ", please" + mark, " please" + mark, "!", "??",
-                                                       " ?", mark + " Thanks!", mark + " Thank you."])
+                question = question[:-1] + rng.choice(
+                    [
+                        "",
+                        "",
+                        "",
+                        "",
+                        " please",
+                        ", please" + mark,
+                        " please" + mark,
+                        "!",
+                        "??",
+                        " ?",
+                        mark + " Thanks!",
+                        mark + " Thank you.",
+                    ]
+                )
             if rng.random() < 0.3:
                 question = question.lower()
         else:
@@ -551,24 +859,42 @@ class Writer:
                 other = self.row()
                 known = fact(other, kind, lang)
                 if known:
-                    return (fill(rng.choice(ANOTHER[lang]), lang, s=known[0]), *reply(kind, other, lang), kind, other)
+                    return (
+                        fill(rng.choice(ANOTHER[lang]), lang, s=known[0]),
+                        *reply(kind, other, lang),
+                        kind,
+                        other,
+                    )
             elif follow >= 0.5:
                 k = self.kind(["capital", "continent", "currency", "language"])
                 if fact(row, k, lang):
                     return (rng.choice(PHRASES[k, lang].again), *reply(k, row, lang), k, row)
-        pick = rng.choices(["portrait", "small talk", "unknown", "fact"],
-                           [*self.shares.values(), 1 - sum(self.shares.values())])[0]
+        pick = rng.choices(
+            ["portrait", "small talk", "unknown", "fact"],
+            [*self.shares.values(), 1 - sum(self.shares.values())],
+        )[0]
         if pick == "portrait":
             row = self.row()
             subject = fact(row, "capital", lang)[0]
             form = PORTRAIT[lang]
-            return (fill(rng.choice(form["ask"]), lang, s=subject), portrait(row, lang),
-                    fill(form["thought"], lang, s=subject), None, row)
+            return (
+                fill(rng.choice(form["ask"]), lang, s=subject),
+                portrait(row, lang),
+                fill(form["thought"], lang, s=subject),
+                None,
+                row,
+            )
         if pick == "small talk":
             said, answer, thought = rng.choice(SMALL_TALK[lang])
             return rng.choice(said), answer, thought, None, None
         if pick == "unknown":
-            return (self.unknown_question(lang), UNKNOWN_ANSWER[lang], UNKNOWN_THOUGHT[lang], None, None)
+            return (
+                self.unknown_question(lang),
+                UNKNOWN_ANSWER[lang],
+                UNKNOWN_THOUGHT[lang],
+                None,
+                None,
+            )
         question, kind, row = self.fact_question(lang)
         return (question, *reply(kind, row, lang), kind, row)
 
@@ -577,17 +903,24 @@ class Writer:
         rng, name = self.rng, None
         while name is None or name in self.names:
             if lang == "en":
-                name = "".join(rng.choice("bdfgklmnprstvwz") + rng.choice(["a", "e", "i", "o", "u", "or", "an"])
-                               for _ in range(rng.randint(2, 3))).capitalize() + rng.choice(["", "", "ia", "land", "stan"])
+                name = "".join(
+                    rng.choice("bdfgklmnprstvwz")
+                    + rng.choice(["a", "e", "i", "o", "u", "or", "an"])
+                    for _ in range(rng.randint(2, 3))
+                ).capitalize() + rng.choice(["", "", "ia", "land", "stan"])
             else:
-                name = "".join(rng.choice("巴拉多尔米卡斯索维诺塔里贝洛") for _ in range(rng.randint(2, 4))) + rng.choice(["", "", "国"])
+                name = "".join(
+                    rng.choice("巴拉多尔米卡斯索维诺塔里贝洛") for _ in range(rng.randint(2, 4))
+                ) + rng.choice(["", "", "国"])
         return name
 
     def unknown_question(self, lang):
         """A question that the table does not answer: off the topic, or about a name that the table lacks."""
         rng = self.rng
         name = rng.choice(NO_COUNTRY[lang]) if rng.random() < 0.4 else self.invented_name(lang)
-        pattern = rng.choice(UNKNOWN[lang] if rng.random() < 0.6 else PHRASES[self.kind(), lang].ask)
+        pattern = rng.choice(
+            UNKNOWN[lang] if rng.random() < 0.6 else PHRASES[self.kind(), lang].ask
+        )
         while "{n}" in pattern:
             pattern = pattern.replace("{n}", str(rng.randint(1, 99)), 1)
         subject = fact(self.row(), "capital", lang)[0] if pattern in UNKNOWN[lang] else name
@@ -606,23 +939,56 @@ class Writer:
             questions.append(self.untidy(question, lang))
             answers.append(answer)
         prompt = chat_prompt(questions, answers[:-1], thinking, system)
-        return [(prompt, False), (chat_completion(answers[-1], thought, thinking), True), ("\n" + END, False)]
+        return [
+            (prompt, False),
+            (chat_completion(answers[-1], thought, thinking), True),
+            ("\n" + END, False),
+        ]
 
     def document(self):
         """The next document."""
-        return self.running_text() if self.rng.random() < (0.5 if self.hard else 0.3) else self.dialogue()
+        return (
+            self.running_text()
+            if self.rng.random() < (0.5 if self.hard else 0.3)
+            else self.dialogue()
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizer
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-           "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-           "<|image_pad|>", "<|video_pad|>"]
-ADDED = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>",
-         "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+ADDED = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
 # The words of a text as Qwen cuts them: a contraction, letters with what stands before them, one digit, signs, space.
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = """\
 {#- ChatML: every message between <|im_start|>role and <|im_end|>. Thoughts are shown only after the last user message. -#}
@@ -658,6 +1024,7 @@ CHAT_TEMPLATE = """\
 
 def tokenizer_texts():
     """What the BPE sees. Chinese is cut where a slot begins or ends, so no merge joins a prompt and its answer."""
+
     def pieces(pattern, lang, **slots):
         if lang == "en":
             return [fill(pattern, lang, **slots)]
@@ -681,7 +1048,13 @@ def tokenizer_texts():
                 else:
                     yield from 8 * [known[0], known[1]]
     for lang, form in PORTRAIT.items():
-        for pattern in [form["first"], form["first_bare"], form["thought"], *form["rest"].values(), *form["ask"]]:
+        for pattern in [
+            form["first"],
+            form["first_bare"],
+            form["thought"],
+            *form["rest"].values(),
+            *form["ask"],
+        ]:
             yield from 60 * pieces(pattern, lang, s="x", a="x")
     for lang in ("en", "zh"):
         for said, *answers in SMALL_TALK[lang]:
@@ -702,18 +1075,24 @@ def make_tokenizer():
     tokenizer.normalizer = normalizers.NFC()
     byte_level = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(**byte_level)])
+        [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(**byte_level)]
+    )
     tokenizer.post_processor = processors.ByteLevel(**byte_level)
     tokenizer.decoder = decoders.ByteLevel(**byte_level)
 
     texts = list(tokenizer_texts())
     # Every character beyond ASCII once more by itself, so its bytes are merged before it is merged with a neighbour.
     texts += [char for text in texts for char in text if ord(char) > 127]
-    trainer = trainers.BpeTrainer(vocab_size=BPE_ENTRIES, show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=BPE_ENTRIES,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     assert tokenizer.get_vocab_size() == BPE_ENTRIES
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
     return tokenizer
 
@@ -761,8 +1140,13 @@ class Packer:
 
 def new_model(vocab_size):
     """The untrained model."""
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, **SHAPE,
-                                        rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size,
+            **SHAPE,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+    )
 
 
 def pace(step, steps):
@@ -778,8 +1162,13 @@ def train(model, packer, steps, stages, muon_rate, adam_rate):
     matrices = [p for p in model.model.layers.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
     muon = torch.optim.Muon(matrices, weight_decay=0.05, momentum=0.95)
-    adam = torch.optim.AdamW([{"params": [model.model.embed_tokens.weight], "weight_decay": 0.05},
-                              {"params": norms, "weight_decay": 0.0}], betas=(0.9, 0.98))
+    adam = torch.optim.AdamW(
+        [
+            {"params": [model.model.embed_tokens.weight], "weight_decay": 0.05},
+            {"params": norms, "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.98),
+    )
     lengths = [length for share, length in stages for _ in range(round(share * steps))]
     start, mean = time.time(), None
     for step, length in enumerate(lengths, 1):
@@ -800,13 +1189,23 @@ def train(model, packer, steps, stages, muon_rate, adam_rate):
         adam.step()
         mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
         if step % 100 == 0:
-            print(f"step {step}/{len(lengths)}  rows of {length}  loss {mean:.4f}  {time.time() - start:.0f} s", flush=True)
+            print(
+                f"step {step}/{len(lengths)}  rows of {length}  loss {mean:.4f}  {time.time() - start:.0f} s",
+                flush=True,
+            )
     model.eval()
 
 
 def polish(model, tokenizer, seed):
     """A last, gentle round with more of what comes hardest."""
-    train(model, Packer(tokenizer, Writer(seed + 1, hard=True)), POLISH_STEPS, [(1, 1024)], POLISH_RATE, POLISH_RATE)
+    train(
+        model,
+        Packer(tokenizer, Writer(seed + 1, hard=True)),
+        POLISH_STEPS,
+        [(1, 1024)],
+        POLISH_RATE,
+        POLISH_RATE,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -826,38 +1225,80 @@ def save_tokenizer(tokenizer, folder):
     content["decoder"] = content["post_processor"]
     content["model"].update(continuing_subword_prefix="", end_of_word_suffix="")
     (folder / "tokenizer.json").write_text(compact(content), "utf-8")
-    added = {str(token["id"]): {key: token[key] for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")}
-             for token in content["added_tokens"]}
+    added = {
+        str(token["id"]): {
+            key: token[key]
+            for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        }
+        for token in content["added_tokens"]
+    }
     settings = dict(
-        add_bos_token=False, add_prefix_space=False, added_tokens_decoder=added,
-        additional_special_tokens=SPECIAL[1:], bos_token=None, chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False, eos_token=STOP, errors="replace",
-        model_max_length=SHAPE["max_position_embeddings"], pad_token=END, split_special_tokens=False,
-        tokenizer_class="Qwen2Tokenizer", unk_token=None,
+        add_bos_token=False,
+        add_prefix_space=False,
+        added_tokens_decoder=added,
+        additional_special_tokens=SPECIAL[1:],
+        bos_token=None,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        eos_token=STOP,
+        errors="replace",
+        model_max_length=SHAPE["max_position_embeddings"],
+        pad_token=END,
+        split_special_tokens=False,
+        tokenizer_class="Qwen2Tokenizer",
+        unk_token=None,
     )
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=1, ensure_ascii=False) + "\n", "utf-8"
+    )
 
 
 def save_model(model, tokenizer, folder):
     """model.safetensors in bfloat16 without a head of its own, and the two configs in the older, published layout."""
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()
-               if name != "lm_head.weight"}
+    tensors = {
+        name: tensor.detach().to(torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     end, stop = tokenizer.token_to_id(END), tokenizer.token_to_id(STOP)
     config = dict(
-        architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=end,
-        eos_token_id=stop, hidden_act="silu", initializer_range=0.02, max_window_layers=SHAPE["num_hidden_layers"],
-        model_type="qwen3", rope_scaling=None, rope_theta=1000000, sliding_window=None, torch_dtype="bfloat16",
-        transformers_version="4.51.0", use_cache=True, use_sliding_window=False,
-        vocab_size=tensors["model.embed_tokens.weight"].shape[0], **SHAPE,
+        architectures=["Qwen3ForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=end,
+        eos_token_id=stop,
+        hidden_act="silu",
+        initializer_range=0.02,
+        max_window_layers=SHAPE["num_hidden_layers"],
+        model_type="qwen3",
+        rope_scaling=None,
+        rope_theta=1000000,
+        sliding_window=None,
+        torch_dtype="bfloat16",
+        transformers_version="4.51.0",
+        use_cache=True,
+        use_sliding_window=False,
+        vocab_size=tensors["model.embed_tokens.weight"].shape[0],
+        **SHAPE,
     )
-    generation = dict(bos_token_id=end, do_sample=True, eos_token_id=[stop, end], pad_token_id=end, temperature=0.6,
-                      top_k=20, top_p=0.95, transformers_version="4.51.0")
+    generation = dict(
+        bos_token_id=end,
+        do_sample=True,
+        eos_token_id=[stop, end],
+        pad_token_id=end,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        transformers_version="4.51.0",
+    )
     for name, value in (("config.json", config), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(dict(sorted(value.items())), indent=2) + "\n", "utf-8")
+        (folder / name).write_text(
+            json.dumps(dict(sorted(value.items())), indent=2) + "\n", "utf-8"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -882,16 +1323,19 @@ class Judge:
         order = sorted(range(len(cases)), key=lambda i: sum(map(len, encoded[i])))
         verdicts = [False] * len(cases)
         for at in range(0, len(order), 128):
-            group = order[at:at + 128]
+            group = order[at : at + 128]
             longest = max(sum(map(len, encoded[i])) for i in group)
             rows = torch.zeros(len(group), longest, dtype=torch.long)
             for line, i in enumerate(group):
                 prompt, expected = encoded[i]
-                rows[line, :len(prompt) + len(expected)] = torch.tensor(prompt + expected)
+                rows[line, : len(prompt) + len(expected)] = torch.tensor(prompt + expected)
             best = self.model(input_ids=rows).logits.argmax(-1)
             for line, i in enumerate(group):
                 prompt, expected = encoded[i]
-                verdicts[i] = best[line, len(prompt) - 1:len(prompt) + len(expected) - 1].tolist() == expected
+                verdicts[i] = (
+                    best[line, len(prompt) - 1 : len(prompt) + len(expected) - 1].tolist()
+                    == expected
+                )
         return verdicts
 
     @torch.inference_mode()
@@ -899,8 +1343,17 @@ class Judge:
         """(text, ids, top-1 minus top-2 logit at each step) of the greedy continuation, stop token included."""
         ids = torch.tensor([self.ids(prompt)])
         start = ids.shape[1]
-        result = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
-                                     temperature=None, top_k=None, top_p=None, output_logits=True, return_dict_in_generate=True)
+        result = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            temperature=None,
+            top_k=None,
+            top_p=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         new = result.sequences[0, start:].tolist()
         margins = []
         for logits in result.logits:
@@ -911,10 +1364,17 @@ class Judge:
     @torch.inference_mode()
     def lens(self, prompt):
         """The top token after each layer, if the final norm and the head read the residual stream there."""
-        states = self.model(input_ids=torch.tensor([self.ids(prompt)]), output_hidden_states=True).hidden_states
+        states = self.model(
+            input_ids=torch.tensor([self.ids(prompt)]), output_hidden_states=True
+        ).hidden_states
         # transformers hands back the last state with the final norm already applied.
-        heads = [self.model.lm_head(self.model.model.norm(h[0, -1])) for h in states[:-1]] + [self.model.lm_head(states[-1][0, -1])]
-        return [(self.tokenizer.decode([h.argmax().item()]), h.float().softmax(-1).max().item()) for h in heads]
+        heads = [self.model.lm_head(self.model.model.norm(h[0, -1])) for h in states[:-1]] + [
+            self.model.lm_head(states[-1][0, -1])
+        ]
+        return [
+            (self.tokenizer.decode([h.argmax().item()]), h.float().softmax(-1).max().item())
+            for h in heads
+        ]
 
 
 def statements(kind, lang, patterns, keep):
@@ -938,7 +1398,10 @@ def questions(kind, lang, patterns, keep, edit=lambda question: question, modes=
                 answer, thought = reply(kind, row, lang)
                 for thinking in modes:
                     question = edit(fill(pattern, lang, s=known[0]))
-                    yield chat_prompt([question], [], thinking), chat_completion(answer, thought, thinking)
+                    yield (
+                        chat_prompt([question], [], thinking),
+                        chat_completion(answer, thought, thinking),
+                    )
 
 
 def conversations(count, seed):
@@ -958,7 +1421,9 @@ def after_long_text(tokenizer, length, seed):
         s, a = fact(row, "capital", "en")
         text, tail = "", f"The capital of {s} is"
         while True:
-            document = writer.running_text(long=False) if writer.rng.random() < 0.5 else writer.dialogue()
+            document = (
+                writer.running_text(long=False) if writer.rng.random() < 0.5 else writer.dialogue()
+            )
             longer = text + "".join(part for part, _ in document)
             if len(tokenizer(longer + tail, verbose=False)["input_ids"]) > length:
                 break
@@ -984,19 +1449,37 @@ def report(folder):
 
     for lang, name in (("en", "English"), ("zh", "Chinese")):
         capital = PHRASES["capital", lang]
-        for style, maker, patterns, new in (("running text", statements, capital.say, capital.say_new),
-                                            ("dialogue", questions, capital.ask, capital.ask_new)):
+        for style, maker, patterns, new in (
+            ("running text", statements, capital.say, capital.say_new),
+            ("dialogue", questions, capital.ask, capital.ask_new),
+        ):
             key = "say" if style == "running text" else "ask"
             seen = lambda phrase, row: not held_out(key, "capital", lang, phrase, row)
             held = lambda phrase, row: held_out(key, "capital", lang, phrase, row)
-            show(f"(a) capitals, {name} {style}, phrasings seen", maker("capital", lang, patterns, seen))
-            show(f"(b) capitals, {name} {style}, held-out (country, phrasing) pairs", maker("capital", lang, patterns, held))
-            show(f"(c) capitals, {name} {style}, phrasings never seen", maker("capital", lang, new, always))
+            show(
+                f"(a) capitals, {name} {style}, phrasings seen",
+                maker("capital", lang, patterns, seen),
+            )
+            show(
+                f"(b) capitals, {name} {style}, held-out (country, phrasing) pairs",
+                maker("capital", lang, patterns, held),
+            )
+            show(
+                f"(c) capitals, {name} {style}, phrasings never seen",
+                maker("capital", lang, new, always),
+            )
         strip = lambda question: question.rstrip("?.？。")
-        show(f"(d) capitals, {name} dialogue, question mark missing", questions("capital", lang, capital.ask, always, strip))
+        show(
+            f"(d) capitals, {name} dialogue, question mark missing",
+            questions("capital", lang, capital.ask, always, strip),
+        )
         if lang == "en":
-            show(f"(d) capitals, {name} dialogue, lower case, question mark missing",
-                 questions("capital", lang, capital.ask, always, lambda question: strip(question).lower()))
+            show(
+                f"(d) capitals, {name} dialogue, lower case, question mark missing",
+                questions(
+                    "capital", lang, capital.ask, always, lambda question: strip(question).lower()
+                ),
+            )
     show("(e) dialogue of two to four turns", conversations(1000, seed=12345))
     for lang, name in (("en", "English"), ("zh", "Chinese")):
         for kind in ("continent", "currency", "language", "country"):
@@ -1004,24 +1487,53 @@ def report(folder):
             phrases = PHRASES[kind, lang]
             show(f"(f) {label}, {name} running text", statements(kind, lang, phrases.say, always))
             show(f"(f) {label}, {name} dialogue", questions(kind, lang, phrases.ask, always))
-            show(f"(f) {label}, {name} dialogue, phrasing never seen", questions(kind, lang, phrases.ask_new, always))
+            show(
+                f"(f) {label}, {name} dialogue, phrasing never seen",
+                questions(kind, lang, phrases.ask_new, always),
+            )
     for length in (1000, 2000):
-        show(f"(g) capitals after {length} tokens of other text", after_long_text(judge.tokenizer, length, seed=99))
+        show(
+            f"(g) capitals after {length} tokens of other text",
+            after_long_text(judge.tokenizer, length, seed=99),
+        )
 
     japan, zh_japan = "What is the capital of Japan?", "日本的首都是哪里？"
     print("greedy:")
     for prompt, tokens in [
-        ("The capital of France is", 100), ("法国的首都是", 100), ("France", 60), ("Paris", 40), ("Tokyo is the capital of", 40),
-        ("The currency of Japan is", 60), ("Spain's capital is", 60), ("东京是", 40),
-        *[(chat_prompt([question], [], thinking), 80) for question in
-          (japan, zh_japan, "Hi", "Who wrote Hamlet?", "Tell me about Brazil.", "What is the capital of Atlantis?",
-           "what is the capital of japan please") for thinking in (False, True)],
+        ("The capital of France is", 100),
+        ("法国的首都是", 100),
+        ("France", 60),
+        ("Paris", 40),
+        ("Tokyo is the capital of", 40),
+        ("The currency of Japan is", 60),
+        ("Spain's capital is", 60),
+        ("东京是", 40),
+        *[
+            (chat_prompt([question], [], thinking), 80)
+            for question in (
+                japan,
+                zh_japan,
+                "Hi",
+                "Who wrote Hamlet?",
+                "Tell me about Brazil.",
+                "What is the capital of Atlantis?",
+                "what is the capital of japan please",
+            )
+            for thinking in (False, True)
+        ],
         (chat_prompt([japan, "And Italy?"], ["The capital of Japan is Tokyo."], False), 80),
-        (chat_prompt([japan, "What is its currency?"], ["The capital of Japan is Tokyo."], False), 80),
+        (
+            chat_prompt(
+                [japan, "What is its currency?"], ["The capital of Japan is Tokyo."], False
+            ),
+            80,
+        ),
     ]:
         text, ids, margins = judge.greedy(prompt, tokens)
-        print(f"  {prompt!r}\n    {text!r}\n    {len(ids)} tokens, smallest margin {min(margins):.2f}"
-              f" at {margins.index(min(margins))}, below 1: {sum(m < 1 for m in margins)}")
+        print(
+            f"  {prompt!r}\n    {text!r}\n    {len(ids)} tokens, smallest margin {min(margins):.2f}"
+            f" at {margins.index(min(margins))}, below 1: {sum(m < 1 for m in margins)}"
+        )
     print("logit lens of 'The capital of France is':", judge.lens("The capital of France is"))
     return numbers
 
@@ -1029,8 +1541,10 @@ def report(folder):
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description="Remake or measure tests/Qwen3-mini.")
-    parser.add_argument("--check", action="store_true", help="only measure the folder that is there")
-    parser.add_argument("--out", type=Path, default=HERE / "Qwen3-mini", help="the folder (default: %(default)s)")
+    parser.add_argument(
+        "--check", action="store_true", help="only measure the folder that is there"
+    )
+    parser.add_argument("--out", type=Path, default=HERE, help="the folder (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
@@ -1043,10 +1557,19 @@ def main():
         save_tokenizer(tokenizer, options.out)
         torch.manual_seed(options.seed)
         model = new_model(vocab_size)
-        train(model, Packer(tokenizer, Writer(options.seed)), options.steps, STAGES, MUON_RATE, ADAM_RATE)
+        train(
+            model,
+            Packer(tokenizer, Writer(options.seed)),
+            options.steps,
+            STAGES,
+            MUON_RATE,
+            ADAM_RATE,
+        )
         print("polish: once more, gently, with more of what comes hardest")
         polish(model, tokenizer, options.seed)
-        print(f"{sum(p.numel() for p in model.parameters())} parameters, {time.time() - start:.0f} s")
+        print(
+            f"{sum(p.numel() for p in model.parameters())} parameters, {time.time() - start:.0f} s"
+        )
         save_model(model, tokenizer, options.out)
     report(options.out)
 
