@@ -60,7 +60,7 @@ class Model:
         self.fed = []  # the ids in the cache
 
     def propose(self, ids, count, rng):
-        while self.fed != ids[: len(self.fed)]:
+        while self.fed != ids[:-1][: len(self.fed)]:
             self.fed.pop()  # a rejected guess
         fed = len(self.fed)
         text = Sequence(ids[fed:], self.config, max_tokens=10**9, cache=self.cache, offset=fed)
@@ -70,7 +70,7 @@ class Model:
         while len(proposed) < count and not text.ended:  # it ends where the context is used up
             text.make_room(self.weights, self.config)
             logits = llm.forward(text.pending, self.weights, self.config, self.cache, text.offset)
-            q = probabilities(logits, **self.sampling)
+            q = probabilities(finite(logits), **self.sampling)
             guess = draw(q, rng)
             proposed.append((guess, q))
             text.accept(guess, stop=())
@@ -99,7 +99,7 @@ def speculate(
         offset = len(ids) - 1  # back over all that was rejected
         llm.grow_cache(text.cache, offset + len(rows), text.limit)
         x = llm.hidden_states(rows, weights, config, text.cache, offset)
-        logits = llm.head(x, weights, config)
+        logits = finite(llm.head(x, weights, config))
         written = []
         for row, (guess, q) in enumerate(proposed):
             written.append(judge(guess, probabilities(logits[row], **sampling), q, rng))
@@ -121,19 +121,23 @@ def judge(guess, p, q, rng):
     """The guess, drawn from q, or another id: in all, an id drawn from p."""
     if q is None:
         q = (mx.arange(len(p)) == guess).astype(p.dtype)
-    if rng.random() * q[guess].item() < p[guess].item():  # with probability p / q, at most 1
+    if rng.random() < (p[guess] / q[guess]).item():
         return guess
     return draw(mx.maximum(p - q, 0), rng)  # ids that q proposes less often than p wants
 
 
 def probabilities(logits, temperature=0.0, top_p=1.0, top_k=0):  # (V,) -> (V,)
     """What the file's `sample` draws from."""
-    if not mx.isfinite(logits).all():
-        raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
     if temperature < 1e-5:
         return (mx.arange(len(logits)) == mx.argmax(logits)).astype(mx.float32)
     logits = logits.astype(mx.float32) / temperature
     return mx.softmax(llm.filter_logits(logits, top_p, top_k) if top_p < 1 or top_k else logits)
+
+
+def finite(logits):
+    if not mx.isfinite(logits).all():
+        raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
+    return logits
 
 
 def draw(p, rng):

@@ -1,6 +1,7 @@
 """Keeps README.md true: runs its Python sessions and console examples and writes what they really print.
 
-python tests/readme.py          renew the outputs in README.md, and copy its blocks to README.zh-CN.md
+python tests/readme.py          renew the outputs in README.md, the pages in examples/ and tests/,
+                                    and copy README.md's blocks to README.zh-CN.md
 tests/test_readme.py            fails when an output, an excerpt, a link or a picture is no longer right
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = ROOT / "README.md", ROOT / "README.zh-CN.md"
+PAGES = ROOT / "examples" / "README.md", ROOT / "tests" / "README.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -92,12 +94,25 @@ def renewed(text):
         os.chdir(folder)
 
 
+def with_line_counts(text):
+    """The table of examples/README.md, with the lines that each program has now."""
+
+    def count(match):
+        lines = (ROOT / "examples" / match[2]).read_text(encoding="utf-8").count("\n")
+        return f"{match[1]}{lines}{match[3]}"
+
+    return re.sub(r"^(\|.*\]\((\w+\.py)\): .*\| )\d+( \|.*\|)$", count, text, flags=re.M)
+
+
 def without_timings(text):
     """The text with every number of a `Time:` line masked, for comparing runs."""
     return re.sub(r"^Time: .*$", lambda match: re.sub(r"[\d.]+", "#", match[0]), text, flags=re.M)
 
 
 if __name__ == "__main__":
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(with_line_counts(renewed(text)), encoding="utf-8")
     english, chinese = READMES
     english.write_text(renewed(english.read_text(encoding="utf-8")), encoding="utf-8")
     fenced = iter([match[0] for match in FENCE.finditer(english.read_text(encoding="utf-8"))])

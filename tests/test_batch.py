@@ -19,7 +19,7 @@ TOKENS = [5, 1, 12, 3, 9, 2, 7, 20, 1, 4, 6, 11]
 
 @pytest.fixture(scope="module")
 def model():
-    config = make_config(num_hidden_layers=2)
+    config = make_config(num_hidden_layers=2, tie_word_embeddings=False)  # tied: no variety
     return random_weights(config), config | {"head_dim": 32}
 
 

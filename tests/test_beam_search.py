@@ -20,7 +20,9 @@ V = 12
 def tiny():
     """A vocabulary so small that all texts can be tried."""
     config = make_config(vocab_size=V, num_hidden_layers=2, tie_word_embeddings=False)
-    return random_weights(config, seed=5), config | {"head_dim": 32}
+    weights = random_weights(config, seed=1)
+    weights["lm_head.weight"] *= 2  # more decided: texts end at different lengths
+    return weights, config | {"head_dim": 32}
 
 
 def log_probabilities(ids, model, known={}):  # noqa: B006

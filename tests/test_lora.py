@@ -8,7 +8,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from checkpoints import MINI, make_config, quantize, random_weights
+from checkpoints import MINI, make_config, quantize, random_weights, write_checkpoint
 from terminal import ROOT, assert_one_complaint, run
 
 import llm_inference as llm

@@ -1555,7 +1555,7 @@ def real():
     """The real weights, where somebody has put them."""
     if not (REAL / "model.safetensors").exists():
         pytest.skip(
-            f"{REAL}/model.safetensors is not there: run llm_inference.py online once to get it"
+            f"{REAL}/model.safetensors is not there: python -m examples.download gets it"
         )
     return llm.load(REAL)
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import readme
-from readme import READMES, ROOT, blocks, is_session
+from readme import PAGES, READMES, ROOT, blocks, is_session
 
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in READMES if path.exists()}
 SOURCE = (ROOT / "llm_inference.py").read_text(encoding="utf-8")
@@ -17,11 +17,29 @@ def test_both_languages_exist():
     assert set(TEXTS) == {path.name for path in READMES}
 
 
-def test_every_output_is_what_the_code_prints():
+@pytest.mark.parametrize("path", [READMES[0], *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_output_is_what_the_code_prints(path):
     """`python tests/readme.py` would change nothing, but for timings."""
-    text = TEXTS["README.md"]
-    now, written = (readme.without_timings(t).splitlines() for t in (readme.renewed(text), text))
+    text = path.read_text(encoding="utf-8")
+    renewed = readme.with_line_counts(readme.renewed(text))
+    now, written = (readme.without_timings(t).splitlines() for t in (renewed, text))
     assert now == written
+
+
+def test_every_program_and_every_test_file_has_its_row():
+    examples, tests = (path.read_text(encoding="utf-8") for path in PAGES)
+    for path in (ROOT / "examples").glob("[!_]*.py"):
+        assert f"({path.name})" in examples, path
+    for path in (ROOT / "tests").glob("*.py"):
+        example = ROOT / "examples" / path.name.removeprefix("test_")
+        assert f"`{path.name}`" in tests or example.exists(), path
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.parent.name)
+def test_links_of_the_pages_resolve(path):
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s#]+)\)", text):
+        assert target.startswith("http") or (path.parent / target).exists(), target
 
 
 @both
@@ -51,7 +69,10 @@ def test_links_and_pictures_resolve(name):
         if target.startswith("#"):
             assert target[1:] in headings, target
         elif not target.startswith("http"):
-            assert (ROOT / target).exists(), target
+            page, _, anchor = target.partition("#")
+            assert (ROOT / page).exists(), target
+            there = (ROOT / page).read_text(encoding="utf-8") if anchor else ""
+            assert not anchor or anchor in there.lower().replace(" ", "-"), target
 
 
 def test_pictures_fit_the_model():
