@@ -608,6 +608,7 @@ def run(program):
     try:
         sys.stdout.reconfigure(errors="replace")
         program()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
     except Exception as error:

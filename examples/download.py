@@ -34,7 +34,7 @@ NEEDED = [
     "model.safetensors.index.json",
     "model*.safetensors",
 ]
-TIME_LIMIT = 3  # seconds to wait for the hub's answer; without one it may be for ever
+TIME_LIMIT = 2  # seconds; the hub's library tries twice, and without a limit may wait for ever
 
 
 def main():

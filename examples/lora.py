@@ -47,10 +47,21 @@ def main():
     flag("--rank", type=llm.number(int, 1), default=8, help="r (%(default)s)")
     flag("--scale", type=llm.number(float), default=20.0, help="on what is added (%(default)s)")
     flag("--layers", type=llm.number(int, 1), default=999, help="only the last N layers (all)")
-    flag("--places", nargs="+", choices=PLACES, default=PLACES, help="beside which matrices (all)")
-    flag("--steps", type=llm.number(int, 1), default=200, help="(%(default)s)")
+    beside = f"beside which matrices: {PLACES[0]}, {PLACES[-1]}, ... (all seven)"
+    flag("--places", nargs="+", choices=PLACES, default=PLACES, metavar="NAME", help=beside)
+    flag(
+        "--steps",
+        type=llm.number(int, 1),
+        default=200,
+        help="updates of the adapters (%(default)s)",
+    )
     flag("--batch", type=llm.number(int, 1), default=2, help="new records a step (%(default)s)")
-    flag("--rate", type=llm.number(float), default=1e-4, help="(%(default)s; the miniature: 1e-3)")
+    flag(
+        "--rate",
+        type=llm.number(float),
+        default=1e-4,
+        help="of learning (1e-4; the miniature: 1e-3)",
+    )
     flag("--seed", type=llm.number(int), default=0, help="for A and the order (%(default)s)")
     flag("--dtype", choices=["float32", "bfloat16", "float16"], help="compute in this type instead")
     args = parser.parse_args()
@@ -61,7 +72,7 @@ def main():
     weights, config, tokenizer = llm.load(folder, args.dtype and getattr(mx, args.dtype))
     if args.fuse and any(name.endswith(".scales") for name in weights):
         parser.error("--fuse: a quantized matrix would round what is added; --out alone works")
-    records = {}
+    records = {}  # path -> its records; without --rehearse a path is None, and has none
     for path in [args.data, args.rehearse, *args.test]:
         records[path] = read_records(path, folder, config, tokenizer) if path else []
     llm.linear = with_adapters(llm.linear, args.scale)

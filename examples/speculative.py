@@ -64,7 +64,7 @@ class Model:
             self.fed.pop()  # a rejected guess
         fed = len(self.fed)
         text = Sequence(ids[fed:], self.config, max_tokens=10**9, cache=self.cache, offset=fed)
-        while text.read(llm.CHUNK, self.weights, self.config):
+        while not text.ended and text.read(llm.CHUNK, self.weights, self.config):
             continue
         proposed = []
         while len(proposed) < count and not text.ended:  # it ends where the context is used up

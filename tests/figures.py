@@ -41,7 +41,7 @@ OPEN_PROMPTS = (
     "Italy is",
 )  # of sampling.svg: the first after which the miniature has a real choice
 BY, TO = "\N{MULTIPLICATION SIGN}", "\N{RIGHTWARDS ARROW}"
-COMMAND = "python -m examples.explain --model tests/Qwen3-mini"
+COMMAND = "python -m examples.explain --model tests/Qwen3-mini --layer 3 --head 1"
 WIDTH = 720  # units; with text of 15 units and more a phone can show it at half size
 
 # ---- Drawing: a picture is a list of SVG elements; colours are names that the style sheet turns into light or dark ones.
@@ -336,7 +336,7 @@ def demo():
         top + rows * line_height + 14,
         "The program examples/explain.py in a terminal",
         f"A terminal. The command {COMMAND} prints the five tokens of '{PROMPT}', the likeliest next token "
-        f"after each layer, the five likeliest next tokens, the size of the cache, and the answer: "
+        f"after each layer, the five likeliest next tokens, one head's attention weights, the size of the cache, and the answer: "
         f"{' '.join(body)}",
         style,
     )

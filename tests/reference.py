@@ -27,9 +27,6 @@ import llm_inference
 
 logging.disable_progress_bar()
 MINI, EXPECTED = checkpoints.MINI, ROOT / "tests" / "expected.json"
-PUBLISHED = Path(
-    os.environ.get("QWEN3_TOKENIZER", ROOT.parent / "shared" / "Qwen3-0.6B")
-)  # tokenizer and template, no weights
 FLOAT32_LIMIT = 1e-5  # of the largest logit; 5e-7 to 2e-6 were measured
 BFLOAT16_FACTOR = 1.25  # our bfloat16 error over transformers'
 

@@ -60,7 +60,7 @@ def assert_same_beams(found, wanted):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0, -0.5])
-@pytest.mark.parametrize("beams", [1, 2, 4])
+@pytest.mark.parametrize("beams", [2, 4])
 def test_beams_of_random_models(tmp_path, beams, penalty):
     """Prompts on which beams end at different lengths."""
     config = make_config(vocab_size=48, num_hidden_layers=2, tie_word_embeddings=False)

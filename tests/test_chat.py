@@ -316,10 +316,17 @@ def test_blank_lines_are_skipped_and_answers_alone_are_printed(monkeypatch, caps
     """Blank lines cost no turn; stdout holds the answers, a line each, without the stop token;
     think tags are shown."""
     answers = [[THINK, *ids_of("\nhm\n"), THOUGHT, *ids_of("\n\nParis.")], ids_of("Tokyo.")]
-    says = ["", "  ", FRANCE, "\t", JAPAN, ""]
+    says = [
+        "",
+        "  ",
+        f"\ufeff{FRANCE}\r",
+        "\t\r",
+        JAPAN,
+        "",
+    ]  # Windows' line ends are no part of it
     record = talk(monkeypatch, capsys, "--think", says=says, answers=answers)
     assert len(record.turns) == 2 and record.out == "<think>\nhm\n</think>\n\nParis.\nTokyo.\n"
-    assert record.code is None
+    assert record.code is None and record.turns[0][2] == dialogue(FRANCE, think=True)
 
 
 DEFAULTS = [
@@ -699,7 +706,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(terminal, random_mo
     for message in b"go on", b"and again":
         ready(chat)
         chat.send(message + b"\r")
-        chat.expect(rb"\x1b\[\?2004l.{40}")  # the terminal is back in its usual state, and text comes
+        chat.expect(rb"\x1b\[\?2004l.{40}")  # no longer at the prompt, and text comes
         chat.send(b"\x03")
     ready(chat)
     assert chat.process.poll() is None

@@ -70,7 +70,7 @@ def test_what_is_learned_of_each_kind(tmp_path, model):
     "line",
     ["", "{", "[1]", '{"prompt": "Hi"}', '{"text": 5}', '{"text": ""}', '{"messages": []}']
     + ['{"messages": [{"role": "user", "content": "Hi"}]}', json.dumps({"text": "Paris " * 3000})],
-    ids=ascii,
+    ids=lambda line: ascii(line[:40]),
 )
 def test_data_that_cannot_be_learned(tmp_path, model, line):
     path = tmp_path / "data.jsonl"
@@ -132,7 +132,7 @@ def test_adapters_start_as_nothing_and_stand_beside_the_last_layers(model):
     assert mx.abs(beside - fused).max().item() < 1e-3 * mx.abs(beside).max().item()
 
 
-def test_the_slope_is_the_gradient():
+def test_the_slope_is_the_gradient(monkeypatch):
     """A small step against the gradient lowers the loss by its length, squared."""
     config = make_config(num_hidden_layers=2, vocab_size=64) | {"head_dim": 32}
     weights = random_weights(config)
@@ -152,6 +152,11 @@ def test_the_slope_is_the_gradient():
         for sign in (1, -1)
     )
     assert (back - there).item() / 2 == pytest.approx(0.02, rel=0.03)
+    monkeypatch.setattr(llm, "FUSED", not llm.FUSED)  # the fused kernels have the same gradient
+    fused = mx.value_and_grad(lora.loss)(adapters, batch, weights, config)[1]
+    for name in gradient:
+        error = mx.abs(fused[name] - gradient[name]).max() / mx.abs(gradient[name]).max()
+        assert error.item() < 1e-3, name
     one = lora.loss(adapters, batch[:1], weights, config).item()
     other = lora.loss(adapters, batch[1:], weights, config).item()
     assert value.item() == pytest.approx((one + other) / 2, rel=1e-5)

@@ -373,6 +373,7 @@ def test_embed(bits, group_size):
     want = mx.dequantize(*parts, group_size=group_size, bits=bits)
     assert mx.array_equal(llm.embed([7, 0], {f"{name}.weight": W}, config), W[mx.array([7, 0])])
     assert mx.array_equal(llm.embed(mx.array([7, 0]), quantized, config), want[mx.array([7, 0])])
+    assert mx.array_equal(llm.unpack(llm.matrix({f"{name}.weight": W}, name), 128), W)
     assert mx.array_equal(llm.unpack(llm.matrix(quantized, name), 128), want)
     assert llm.packing(*parts[:2], 128) == {"group_size": group_size, "bits": bits}
 
@@ -627,19 +628,24 @@ def test_a_given_cache_is_continued(walk, held, plain):
     )
 
 
-@pytest.mark.parametrize("size", [8, 9, 12])
-def test_a_given_cache_that_is_too_small_never_overruns(walk, size):
-    """Room for fewer tokens than asked for: the answer ends, or a ValueError does, but no token is made up."""
+@pytest.mark.parametrize("size", [0, 1, 8, 9, 12])
+def test_a_given_cache_that_is_too_small_grows(walk, size):
+    """Room for fewer tokens than asked for: the caller's own list grows, and holds every token but the last."""
     weights, config, prompt, answer = walk
-    got = []
-    try:
-        for token_id in llm.generate(
-            prompt, weights, config, [], 12, cache=llm.make_cache(weights, config, size)
-        ):
-            got.append(token_id)
-    except ValueError:
-        pass
-    assert got == answer[: len(got)]
+    cache, roomy = llm.make_cache(weights, config, size), llm.make_cache(weights, config, 20)
+    assert list(llm.generate(prompt, weights, config, [], 12, cache=cache)) == answer
+    llm.forward(prompt + answer[:11], weights, config, roomy, 0)
+    for pair, whole in zip(cache, roomy):
+        assert all(off(rows[:, :20], want) < 1e-5 for rows, want in zip(pair, whole))
+
+
+@both_paths
+def test_a_cache_that_grows_in_the_middle_keeps_the_past(walk, plain):
+    """Room for the first tokens of a dialogue only: what is held stays where it is."""
+    weights, config, prompt, answer = walk
+    cache = llm.make_cache(weights, config, 5)
+    llm.forward(prompt[:5], weights, config, cache, 0)
+    assert list(llm.generate(prompt[5:], weights, config, [], 12, cache=cache, offset=5)) == answer
 
 
 def test_generate_draws_by_the_seed(walk):
@@ -735,14 +741,14 @@ def exact(logits, temperature, top_p, top_k):
 
 
 def draws(logits, count, *options, seed=0):
-    """That many samples, as a NumPy array."""
-    mx.random.seed(seed)
+    """That many samples, each with a key of its own, as a NumPy array."""
+    keys = mx.random.split(mx.random.key(seed), count)
     return np.concatenate(
         [
             np.array(
-                mx.stack([llm.sample(logits, *options) for _ in range(min(500, count - done))])
+                mx.stack([llm.sample(logits, *options, key=key) for key in keys[at : at + 500]])
             )
-            for done in range(0, count, 500)
+            for at in range(0, count, 500)
         ]
     )
 
@@ -872,9 +878,13 @@ def test_the_seed_decides_the_draws():
     """The same seed gives the same draws, another seed others; and one draw differs from the next."""
     first = draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=3)
     assert (first == draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=3)).all()
-    assert (first != draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=4)).any() and len(
-        set(first)
-    ) > 10
+    assert (first != draws(mx.zeros(1000), 20, 1.0, 0.9, 500, seed=4)).any()
+    assert len(set(first)) > 10
+
+
+def test_without_a_key_draws_differ():
+    """One draw differs from the next, for MLX's own random state moves on."""
+    assert len({llm.sample(mx.zeros(1000), 1.0).item() for _ in range(20)}) > 10
 
 
 # ---- Loading
@@ -1098,6 +1108,106 @@ def test_a_missing_shard_is_named(folder):
     file = shard(folder)[1]
     (folder / file).unlink()
     assert file in refusal(folder)
+
+
+def test_a_missing_tensor_names_the_absent_shard(folder):
+    """Three tensors by name, each with the file that would hold it, the rest as a count."""
+    file = shard(folder)[1]
+    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    (folder / file).unlink()
+    message, lost = refusal(folder), [name for name in where if where[name] == file]
+    named = [name for name in lost if name.removesuffix(".weight") in message]
+    assert message.count(file) == len(named) == 3 < len(lost)
+    assert re.search(rf"\b{len(lost)}\b", message)
+
+
+def test_shards_need_no_index(folder):
+    """Without an index every model*.safetensors is read."""
+    want = logits_from(folder)
+    shard(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    assert mx.array_equal(logits_from(folder), want)
+
+
+def test_an_index_of_other_files_does_not_count(folder):
+    """A left-over index, all or some of whose files are not there, beside weights that are complete."""
+    want = logits_from(folder)
+    for files in ["gone.safetensors"], ["gone.safetensors", "model.safetensors"]:
+        place = {f"t{number}": file for number, file in enumerate(files)}
+        index = json.dumps({"weight_map": place})
+        (folder / "model.safetensors.index.json").write_text(index)
+        assert mx.array_equal(logits_from(folder), want)
+
+
+def test_a_tensor_in_two_files_names_both(folder):
+    """Nobody can tell which of the two is meant, even where they agree."""
+    first, second, _ = shard(folder)
+    tensors = {file: dict(mx.load(str(folder / file))) for file in (first, second)}
+    name = next(iter(tensors[first]))
+    mx.eval(tensors)
+    both = tensors[second] | {name: tensors[first][name]}
+    mx.save_safetensors(str(folder / second), both)
+    message = refusal(folder)
+    assert first in message and second in message and name in message
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+def test_foreign_files_are_not_read(folder, shards):
+    """macOS puts a ._file beside each file of an exFAT disk; other programs leave theirs."""
+    want = logits_from(folder)
+    if shards:
+        shard(folder)
+        (folder / "model.safetensors.index.json").unlink()
+    for path in list(folder.iterdir()):
+        (folder / f"._{path.name}").write_bytes(b"\x00\x05\x16\x07" * 20)
+    for name in ".DS_Store", "adapters.safetensors", "chat_template.json", "vocab.json":
+        (folder / name).write_bytes(b"\x00\x05\x16\x07" * 20)
+    assert mx.array_equal(logits_from(folder), want)
+
+
+def test_one_part_in_mxfp4_is_refused(folder):
+    """The rest affine, and only a matrix's own entry in the config (or no entry) tells: tensor and reason, no download."""
+    weights = checkpoints.random_weights(TINY)
+    packed, config = checkpoints.quantize(weights, TINY, group_size=16 * 2)
+    name = f"{LAYER}mlp.up_proj"
+    del packed[f"{name}.biases"]
+    packed[f"{name}.weight"], packed[f"{name}.scales"] = mx.quantize(
+        weights[f"{name}.weight"], group_size=32, bits=4, mode="mxfp4"
+    )
+    for entry in {}, {name: {"group_size": 32, "bits": 4, "mode": "mxfp4"}}:
+        plan = config["quantization"] | entry
+        checkpoints.write_checkpoint(folder, config | {"quantization": plan}, packed)
+        message = refusal(folder)
+        assert name in message and re.search("mxfp4|stored|quantiz", message), message
+        assert "download" not in message and re.search(r"\b1\b", message.replace(name, ""))
+
+
+def test_f64_and_unknown_types_advise_no_download(folder):
+    """MLX has no F64: the same file comes again, so the line says that it cannot be read, and why."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    for kind in "F64", "Q99":
+        header = json.loads(data[8 : 8 + size])
+        begin, end = header["model.norm.weight"]["data_offsets"]
+        last = len(data) - 8 - size
+        header["model.norm.weight"] |= {
+            "dtype": kind,
+            "data_offsets": [last, last + 2 * (end - begin)],
+        }
+        text = json.dumps(header).encode()
+        body = data[8 + size :] + bytes(2 * (end - begin))
+        path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+        message = refusal(folder)
+        assert message.startswith("/model.safetensors cannot be read") and kind in message
+        assert "download" not in message
+
+
+def test_an_unknown_kind_of_tokenizer_advises_no_download(folder):
+    """Sound JSON of a kind that the package tokenizers does not know."""
+    edit(folder / "tokenizer.json", model={"type": "Telepathy", "thoughts": {}})
+    message = refusal(folder)
+    assert message.startswith("/tokenizer.json cannot be read") and "download" not in message
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -1554,9 +1664,7 @@ def test_the_miniature_equals_the_oracle(plain):
 def real():
     """The real weights, where somebody has put them."""
     if not (REAL / "model.safetensors").exists():
-        pytest.skip(
-            f"{REAL}/model.safetensors is not there: python -m examples.download gets it"
-        )
+        pytest.skip(f"{REAL}/model.safetensors is not there: python -m examples.download gets it")
     return llm.load(REAL)
 
 

@@ -153,7 +153,27 @@ def test_memory_follows_the_text_not_the_limit():
     assert mx.get_peak_memory() - before < 4e6
 
 
-@pytest.mark.parametrize("kind", [tuple, iter, np.array, mx.array, lambda ids: map(np.int64, ids)])
+class Scalar:
+    """An id as torch hands it out: a number only when asked."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __int__(self):
+        return self.number
+
+
+KINDS = {
+    "tuple": tuple,
+    "iterator": iter,
+    "numpy": np.array,
+    "mlx": mx.array,
+    "numpy's numbers": lambda ids: map(np.int64, ids),
+    "torch's numbers": lambda ids: [Scalar(number) for number in ids],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_any_iterable_of_ids_is_a_prompt(small, kind):
     weights, config, _ = small
     want = list(llm.generate([366, 293, 285], weights, config, [], 4))
