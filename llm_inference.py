@@ -380,7 +380,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = cache[0][0].shape[1]
+    size = cache[-1][0].shape[1]  # the last layer grows last
     if needed <= size:
         return
     more = min(max(size // 4, 256, needed - size), limit - size)
@@ -508,10 +508,13 @@ def argument_parser(description, example):
     flag = parser.add_argument
     flag("--model", help="a folder with a dense Qwen3 (Qwen3-0.6B, else the bundled miniature)")
     flag("--max-tokens", type=number(int, 1), default=100, help="stop after N tokens (%(default)s)")
-    flag("--temperature", type=number(float), default=0.0, help="0: the likeliest token")
-    flag("--top-k", type=number(int), default=0, help="draw among the K likeliest (0: all)")
+    flag("--temperature", type=number(float), default=0.0, help="0: only the best (%(default)s)")
+    flag("--top-k", type=number(int), default=0, help="among K likeliest, 0: all (%(default)s)")
     flag(
-        "--top-p", type=number(float, 0, 1), default=1.0, help="of these, those that make up P (1)"
+        "--top-p",
+        type=number(float, 0, 1),
+        default=1.0,
+        help="the fewest that reach P (%(default)s)",
     )
     flag("--seed", type=number(int), help="a number that makes the draws repeatable")
     flag("--dtype", choices=["float32", "bfloat16", "float16"], help="compute in this type instead")

@@ -10,8 +10,8 @@ one at once (continuous batching), so that no row of a step is idle.
 Paper: Orca, OSDI 2022 (usenix.org/conference/osdi22/presentation/yu)
 """
 
+import codecs
 import collections
-import random
 import sys
 import time
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 
 import llm_inference as llm
+from examples.sequence import Sequence
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 one_text = llm.attention
@@ -47,59 +48,6 @@ def attention(x, weights, config, layer, cache, offset):  # (B, D) -> (B, D)
 
 
 llm.attention = attention  # the file looks the name up at each call, and finds this one
-
-
-class Sequence:
-    """A prompt and its answer so far: what generate keeps in its variables, and as it counts them.
-
-    draw: temperature, top_p and top_k. A given cache holds `offset` tokens. A prompt that cannot be
-    fed has ended, with an error.
-    """
-
-    def __init__(self, ids, config, max_tokens=100, seed=None, cache=None, offset=0, **draw):
-        end = offset + len(ids)
-        self.limit = min(end + max_tokens - 1, config["max_position_embeddings"])
-        self.prompt = list(ids)
-        self.pending = self.prompt  # still to be fed
-        self.cache = cache
-        self.offset = offset  # tokens in the cache
-        self.rng = random.Random(seed)
-        self.draw = draw
-        self.answer = []
-        self.ended = ""  # later "stop", "length" or "error"
-        self.error = ""
-        if not ids or end > self.limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
-            self.ended = "error"
-            known = f"1 to {self.limit} that the vocabulary has"
-            self.error = f"{end} prompt tokens: {known} can be fed"
-
-    def make_room(self, weights, config):
-        self.cache = self.cache or llm.make_cache(weights, config, 0)
-        llm.grow_cache(self.cache, self.offset + len(self.pending), self.limit)
-
-    def read(self, count, weights, config):
-        """Feed up to `count` ids of the prompt, but its last, for what they leave in the cache."""
-        part = self.pending[:-1][:count]
-        if part:
-            self.make_room(weights, config)
-            llm.hidden_states(part, weights, config, self.cache, self.offset)
-            mx.eval(self.cache)
-            self.offset += len(part)
-            self.pending = self.pending[len(part) :]
-        return len(part)
-
-    def accept(self, token_id, stop):
-        """After the row of the last pending token, which gave token_id."""
-        self.offset += 1
-        if token_id < 0:
-            self.ended = "error"
-            self.error = "the logits are not finite: damaged weights, or a dtype too narrow"
-        elif token_id in stop:
-            self.ended = "stop"
-        else:
-            self.answer.append(token_id)
-            self.pending = [token_id]
-            self.ended = "length" if self.offset == self.limit else ""
 
 
 def advance(sequences, weights, config, stop):
@@ -148,6 +96,7 @@ def main():
     parser.add_argument("--slots", type=llm.number(int, 1), default=8, help="at once (%(default)s)")
     args = parser.parse_args()
     source = sys.stdin.buffer.read() if args.prompts == "-" else Path(args.prompts).read_bytes()
+    source = source.removeprefix(codecs.BOM_UTF8)  # Windows editors write one
     lines = [line.decode("utf-8", "replace") for line in source.splitlines()]
     weights, config, tokenizer = llm.load_model(args)
     stop = config["eos_token_id"]

@@ -13,7 +13,8 @@ Paper: arXiv 1609.08144, section 7; penalty and ending as transformers has them
 import mlx.core as mx
 
 import llm_inference as llm
-from examples.batch import Sequence, batch_step
+from examples.batch import batch_step
+from examples.sequence import Sequence
 
 DRAWS = ("temperature", "top_k", "top_p", "seed")
 

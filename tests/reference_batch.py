@@ -16,9 +16,11 @@ from checkpoints import FULL_SIZE, MINI, make_config, quantize, random_weights, 
 from transformers import Qwen3ForCausalLM
 
 import llm_inference as llm
-from examples.batch import Sequence, answer_all, batch_step
+from examples.batch import answer_all, batch_step
 from examples.beam_search import beam_search
-from examples.speculative import Lookup, Model, speculate
+from examples.drafts import Lookup, Model
+from examples.sequence import Sequence
+from examples.speculative import speculate
 
 BLAS = "openblas" in os.environ.get("LD_PRELOAD", "")
 needs_blas = pytest.mark.skipif(not BLAS, reason="speed in float32 needs OpenBLAS in LD_PRELOAD")

@@ -10,7 +10,8 @@ from terminal import START, assert_one_complaint, mini, run
 
 import llm_inference as llm
 from examples import batch
-from examples.batch import Sequence, answer_all, batch_step
+from examples.batch import answer_all, batch_step
+from examples.sequence import Sequence
 
 MODULE = "examples.batch"
 LENGTHS = [1, 2, 3, 17, 40, 5, 129, 8, 1, 60, 4, 9]
@@ -109,6 +110,7 @@ def test_a_slot_is_taken_again_at_once_and_caches_are_let_go(model, monkeypatch)
     monkeypatch.setattr(batch, "batch_step", counting)
     counts = [2, 9, 1, 4, 3, 1, 6]
     sequences = [Sequence([7, 8], model[1], max_tokens=count) for count in counts]
+    sequences.insert(3, Sequence([], model[1]))  # a bad one takes no slot
     together(sequences, 2, model)
     assert sum(sizes) == sum(counts)
     assert sizes == 10 * [2] + 6 * [1]  # until only one is left
@@ -132,6 +134,19 @@ def test_a_long_prompt_does_not_stall_the_others(model, monkeypatch):
     assert first.answer == alone([5], *model, max_tokens=30)
     assert second.answer == alone(long, *model, max_tokens=4)
     assert batch.advance([first, second], *model, ()) == []
+
+
+def test_a_step_reads_one_chunk_in_all(model, monkeypatch):
+    monkeypatch.setattr(llm, "CHUNK", 16)
+    texts = prompts([30, 30, 6])
+    sequences = [Sequence(ids, model[1], max_tokens=3) for ids in texts]
+    read = []
+    for _ in range(4):
+        batch.advance(sequences, *model, ())
+        read.append([sequence.offset for sequence in sequences])
+    assert read == [[16, 0, 0], [30, 3, 0], [31, 19, 0], [32, 30, 6]]
+    wanted = [alone(ids, *model, max_tokens=3) for ids in texts]
+    assert together(sequences, 3, model) == wanted
 
 
 def test_a_given_cache_is_continued(model):
@@ -188,9 +203,10 @@ def test_the_end_of_the_context_ends_an_answer(model):
 
 
 def test_the_answers_of_a_file_come_in_order(tmp_path):
-    lines = [START, "日本的首都是", "", "Paris", "The capital of Japan is"]
+    chat = "<|im_start|>user Where is Paris?<|im_end|><|im_start|>assistant"  # then a line break
+    lines = [START, "日本的首都是", "", chat, "The capital of Japan is"]
     file = tmp_path / "prompts.txt"
-    file.write_bytes("\r\n".join(lines).encode() + b"\nThe capital of \xff")
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\nThe capital of \xff")
     result = mini(file, "--slots", 2, "--max-tokens", 6, "--dtype", "float32", module=MODULE)
     complaint = assert_one_complaint(result)
     assert "1 of 6 lines" in complaint
@@ -199,7 +215,7 @@ def test_the_answers_of_a_file_come_in_order(tmp_path):
     weights, config, tokenizer = llm.load(MINI, mx.float32)
     shown = result.out.split("\n")
     assert len(shown) == 7 and shown[2] == shown[6] == ""
-    assert shown[5].startswith("The capital of \ufffd")
+    assert shown[5].startswith("The capital of \ufffd") and "\\n" in shown[3]
     for number in (0, 1, 3, 4):
         ids = llm.encode(lines[number], tokenizer)
         answer = alone(ids, weights, config, config["eos_token_id"], max_tokens=6)

@@ -1167,8 +1167,9 @@ def test_foreign_files_are_not_read(folder, shards):
 
 def test_one_part_in_mxfp4_is_refused(folder):
     """The rest affine, and only a matrix's own entry in the config (or no entry) tells: tensor and reason, no download."""
-    weights = checkpoints.random_weights(TINY)
-    packed, config = checkpoints.quantize(weights, TINY, group_size=16 * 2)
+    config = TINY | {"intermediate_size": 64}
+    weights = checkpoints.random_weights(config)
+    packed, config = checkpoints.quantize(weights, config, group_size=32)
     name = f"{LAYER}mlp.up_proj"
     del packed[f"{name}.biases"]
     packed[f"{name}.weight"], packed[f"{name}.scales"] = mx.quantize(

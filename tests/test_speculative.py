@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 import llm_inference as llm
 from examples import speculative
-from examples.speculative import Lookup, Model, speculate
+from examples.drafts import Lookup, Model
+from examples.speculative import speculate
 
 MODULE = "examples.speculative"
 
@@ -247,6 +248,8 @@ def test_wrong_use(tmp_path):
     tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
     tokenizer.add_tokens(["another"])
     tokenizer.save(str(other / "tokenizer.json"))
+    assert "another vocabulary" in assert_one_complaint(mini("--draft", other, module=MODULE))
+    other = write_checkpoint(tmp_path / "small", make_config(vocab_size=2100))
     assert "another vocabulary" in assert_one_complaint(mini("--draft", other, module=MODULE))
     result = mini("--guesses", 0, module=MODULE)
     assert result.code == 2 and "Traceback" not in result.err, result
