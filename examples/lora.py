@@ -24,11 +24,9 @@ from mlx import nn, optimizers
 from tqdm import tqdm
 
 import llm_inference as llm
+from examples.adapters import PLACES, fuse, make_adapters, with_adapters
 from examples.checkpoint import folder_beside, write
 from examples.training_data import read_records
-
-PLACES = [f"self_attn.{kind}_proj" for kind in "qkvo"]
-PLACES += [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
 
 
 def main():
@@ -97,36 +95,6 @@ def main():
             write(folder, out, fuse(weights, adapters, args.scale), {})
 
 
-def make_adapters(config, rank, layers, places, seed):
-    """A is random. B is zero, so that the model is at first what it was."""
-    adapters = {}
-    key = mx.random.key(seed)
-    shapes = llm.tensor_shapes(config)
-    for layer in range(config["num_hidden_layers"] - layers, config["num_hidden_layers"]):
-        for place in places:
-            name = f"model.layers.{layer}.{place}"
-            rows, columns = shapes[name]
-            key, own_key = mx.random.split(key)
-            spread = columns**-0.5
-            A = mx.random.uniform(low=-spread, high=spread, shape=(columns, rank), key=own_key)
-            adapters[f"{name}.lora_a"] = A
-            adapters[f"{name}.lora_b"] = mx.zeros((rank, rows))
-    return adapters
-
-
-def with_adapters(plain_linear, scale):
-    """A function to take the place of llm.linear, which the file looks up at each call."""
-
-    def linear(x, weights, name):  # (L, in) -> (L, out)
-        y = plain_linear(x, weights, name)
-        if f"{name}.lora_a" not in weights:
-            return y
-        added = x @ weights[f"{name}.lora_a"] @ weights[f"{name}.lora_b"]
-        return y + (scale * added).astype(y.dtype)
-
-    return linear
-
-
 def answer_logits(ids, start, weights, config):  # -> (tokens from start on, V)
     cache = llm.make_cache(weights, config, len(ids) - 1)
     rows = llm.hidden_states(ids[:-1], weights, config, cache, 0)
@@ -177,18 +145,6 @@ def score(records, weights, config):
         choices = mx.argmax(answer_logits(ids, start, weights, config), axis=-1)
         right += choices.tolist() == ids[start:]
     return right
-
-
-def fuse(weights, adapters, scale):
-    """W + scale * (A B)^T: one matrix again, as quick as before."""
-    fused = dict(weights)
-    for name in adapters:
-        if name.endswith(".lora_a"):
-            stem = name.removesuffix(".lora_a")
-            added = (scale * adapters[f"{stem}.lora_b"].T) @ adapters[name].T
-            W = weights[f"{stem}.weight"]
-            fused[f"{stem}.weight"] = W + added.astype(W.dtype)
-    return fused
 
 
 if __name__ == "__main__":
