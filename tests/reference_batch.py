@@ -242,7 +242,7 @@ def test_the_curve_is_printed(full, kind):
         weights = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
     mx.eval(weights)
     line = []
-    for slots in (1, 8, 32) if kind == "float32" else (1, 8):
+    for slots in (1, 8, 32) if kind == "float32" else (1, 4):
         caches = [llm.make_cache(weights, config, 16) for _ in range(slots)]
         times = []
         for position in range(2):
