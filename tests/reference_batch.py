@@ -247,7 +247,7 @@ def test_the_curve_is_printed(full, kind):
         times = []
         for position in range(2):
             start = time.perf_counter()
-            step = batch_step(range(slots), weights, config, caches, [position] * slots)
+            step = batch_step(list(range(slots)), weights, config, caches, [position] * slots)
             mx.eval(step)
             times.append(time.perf_counter() - start)
         line.append(f"{slots}: {slots / min(times):.1f}")
