@@ -94,6 +94,11 @@ QUICK = {
     },
 }
 
+LONG = (
+    ("full", "bfloat16", "prefill64"),
+    ("full", "4-bit", "decode16"),
+)  # a round takes 25 s and more
+
 
 class Ours:
     """llm_inference behind the three calls that are measured. Caches hold `context` random rows: as dear as real ones."""
@@ -390,9 +395,7 @@ def main():
                 target = next(
                     TARGETS[row][key] for key in [(size, dtype), ("*", "*")] if key in TARGETS[row]
                 )
-                # its products take no BLAS: tens of seconds a round
-                long = args.quick and slow and dtype == "bfloat16" and row == "prefill64"
-                turns = 1 if long else rounds
+                turns = 1 if args.quick and (size, dtype, row) in LONG else rounds
                 for _ in range(3 if args.quick and row != "memory" else 1):
                     a, b, ratio = measure(row, folder, ours, theirs, turns, slow)
                     unit = (
