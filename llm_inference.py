@@ -473,8 +473,7 @@ def main():
     args = parser.parse_intermixed_args()
     prompt = " ".join(args.prompt)
     if prompt == "-":
-        prompt = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
-        prompt = prompt.replace("\r\n", "\n").rstrip("\n")
+        prompt = read_stdin()
     if not prompt.strip():
         parser.error("the prompt is empty")
     weights, config, tokenizer = load_model(args)
@@ -568,14 +567,20 @@ def find_model(name=None):
 def hub_version(folder):
     """In a cache of the hub: the version that refs/main names, else the newest complete one."""
     versions = sorted((folder / "snapshots").iterdir(), key=os.path.getmtime, reverse=True)
-    main = folder / "refs" / "main"
-    if main.exists() and folder / "snapshots" / main.read_text().strip() in versions:
-        return folder / "snapshots" / main.read_text().strip()
+    pointer = folder / "refs" / "main"
+    named = folder / "snapshots" / pointer.read_text().strip() if pointer.exists() else None
+    if named in versions:
+        return named
     for version in versions:
         with contextlib.suppress(ValueError):
             load(version, lazy=True)
             return version
     return max(versions, default=folder)
+
+
+def read_stdin():  # a byte-order mark and the last line ends are no part of the text
+    text = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
+    return text.replace("\r\n", "\n").rstrip("\r\n")
 
 
 def encode(text, tokenizer):  # bytes that are not UTF-8 become the replacement character

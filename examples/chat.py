@@ -44,8 +44,7 @@ def main():
         args = parser.parse_intermixed_args()  # once more: the defaults are others now
     only = " ".join(args.message)
     if only == "-":
-        text = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
-        only = text.replace("\r\n", "\n").rstrip("\n")
+        only = llm.read_stdin()
     if args.message and not only.strip():
         parser.error("the message is empty")
 

@@ -9,7 +9,6 @@ shows how much each token takes from each earlier one in one head.
 Logit lens: nostalgebraist (2020), lesswrong.com/posts/AcKRB8wDpdaN6v6ru
 """
 
-import sys
 import unicodedata
 
 import mlx.core as mx
@@ -34,7 +33,7 @@ def main():
     args = parser.parse_intermixed_args()
     prompt = " ".join(args.prompt)
     if prompt == "-":
-        prompt = sys.stdin.buffer.read().decode("utf-8-sig", "replace").rstrip("\r\n")
+        prompt = llm.read_stdin()
     if not prompt.strip():
         parser.error("the prompt is empty")
     folder = llm.find_model(args.model)
