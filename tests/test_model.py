@@ -866,6 +866,14 @@ def test_top_k_beyond_the_vocabulary_filters_nothing(top_k):
     assert set(draws(mx.zeros(7), 300, 1.0, 0.9999, top_k)) == set(range(7))
 
 
+@pytest.mark.parametrize("top_k", [0, 2, 3])
+def test_top_p_1_excludes_nothing(top_k):
+    """The best has 1 in float32 already, so that the others come after a sum of 1: they stay."""
+    logits = mx.array([0.0, 100.0, -5.0])
+    kept = np.isfinite(np.array(llm.filter_logits(logits, 1.0, top_k)))
+    assert kept.tolist() == [True, True, top_k != 2]
+
+
 def test_bfloat16_logits_keep_the_same_set():
     """4,096 nearly equal tokens: added up in bfloat16, their probabilities would stop at 1/16 and keep the lower half too."""
     upper = np.random.default_rng(0).permutation(4096) < 2048
