@@ -6,9 +6,9 @@ an array library like NumPy that uses GPUs.
                 ^                                                                           |
                 +-------------- the chosen id is printed as text, and fed next -------------+
 
-A token is a piece of text, a word or a part of one; the tokenizer knows V of them, and its id is
-its number. Sizes have one letter each, here with their values in Qwen3-0.6B:
-    L  tokens fed in this pass            the whole prompt, then one at a time
+A token is a piece of text, a word or a part of one; its id is its number in the vocabulary.
+Sizes have one letter each, here with their values in Qwen3-0.6B:
+    L  tokens fed in this pass: the whole prompt, then one at a time
     S  tokens so far, these included      up to 40,960
     N  layers                             28
     D  hidden size: numbers per token     1,024
@@ -19,15 +19,12 @@ its number. Sizes have one letter each, here with their values in Qwen3-0.6B:
     d  numbers per head (head_dim)        128
 MLX is lazy: an operation only notes what is to be computed, and mx.eval computes it.
 bfloat16, the number type of the published weights, has 8 significant bits; float32 has 24.
-For some steps MLX has one fused kernel, a single GPU program for all of it; a GPU uses these.
+Where MLX has a step as one fused kernel, a single GPU program for all of it, a GPU uses it.
 Sources: Qwen3 (arXiv 2505.09388), RMSNorm (1910.07467), RoPE (2104.09864), grouped-query attention
 (2305.13245), SwiGLU (2002.05202), top-p (1904.09751).
 """
 
 import argparse
-import contextlib
-import functools
-import itertools
 import json
 import os
 import random
@@ -45,7 +42,6 @@ except ImportError as error:
 ON_CPU = mx.default_device().type == mx.cpu
 FUSED = not ON_CPU  # False: the steps run as written here; True: as fused kernels. Tests do both.
 CHUNK = 128 if ON_CPU else 512  # prompt tokens in one pass; a longer prompt is fed in chunks
-SAMPLING_FLAGS = ("max_tokens", "seed", "temperature", "top_p", "top_k")
 SECOND_THREAD = mx.new_thread_local_stream(mx.cpu)  # for product_on_cpu, which may be skipped
 
 
@@ -60,9 +56,9 @@ def load(folder, dtype=None, lazy=False, stretched_rope=False):
     config = read_config(folder, stretched_rope)
     weights = read_weights(folder, tensor_shapes(config))
     dtype = dtype or matrix(weights, "model.embed_tokens")[-1].dtype  # the last part is no integer
-    for name in weights:  # one type for all: one float32 weight would widen every result
-        if mx.issubdtype(weights[name].dtype, mx.floating):
-            weights[name] = weights[name].astype(dtype)
+    for name, part in weights.items():  # one type: one float32 weight would widen every result
+        if mx.issubdtype(part.dtype, mx.floating):
+            weights[name] = part.astype(dtype)
     if not lazy:
         mx.eval(weights)  # here they are read from disk
     tokenizer = read(folder / "tokenizer.json", tokenizers.Tokenizer.from_file)
@@ -126,25 +122,21 @@ def packing(packed, scales, width):
 
 
 def read_config(folder, stretched_rope):
-    """config.json, nested parts lifted to the top; refuses what this file does not implement."""
+    """config.json, nested parts lifted to the top, if it asks for nothing that is not here."""
     config = {"tie_word_embeddings": False} | read(folder / "config.json")
     for part in ("rope_scaling", "rope_parameters", "quantization", "quantization_config"):
         config = (config.get(part) or {}) | config  # what stands at the top already stays
-    # The only values that this file implements; a key may also be absent.
     only = {"model_type": "qwen3", "hidden_act": "silu", "quant_method": None, "mode": "affine"}
     only |= {"attention_bias": False, "use_sliding_window": False}
     only |= {} if stretched_rope else {"rope_type": "default", "type": "default"}
+    refused = {key: config[key] for key in only if config.get(key) not in (None, only[key])}
     sizes = "num_hidden_layers hidden_size intermediate_size vocab_size num_attention_heads "
     sizes += "num_key_value_heads max_position_embeddings rope_theta rms_norm_eps"
-    odd = [key for key in only if config.get(key) not in (None, only[key])]
-    odd += [
-        key for key in re.findall(r"\w+", sizes) if not isinstance(config.get(key), int | float)
-    ]
-    if odd:
-        found = ", ".join(f"{key} {config.get(key)!r}" for key in odd[:3])
-        raise ValueError(
-            f"{folder}/config.json has {found}: only dense Qwen3 (no mixture of experts) can be run"
-        )
+    for key in sizes.split():
+        if not isinstance(config.get(key), int | float):
+            refused[key] = config.get(key)
+    if refused:
+        raise ValueError(f"{folder}/config.json has {refused}: only dense Qwen3 can be run")
     d = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return config | {"head_dim": d}
 
@@ -185,8 +177,9 @@ def read_weights(folder, shapes):
 
 def read(path, parse=None):
     if not path.is_file():
-        parts = "config.json, tokenizer.json, model.safetensors"
-        raise ValueError(f"{path} is missing: a model is a folder with {parts}, no GGUF")
+        parts = "config.json, tokenizer.json and model.safetensors"
+        way = "in the repository, python -m examples.download NAME gets one of huggingface.co"
+        raise ValueError(f"{path} is missing: a model is a folder with {parts} (no GGUF); {way}")
     if b"git-lfs" in path.open("rb").read(40):
         raise ValueError(f"{path} is a Git LFS pointer; git lfs pull gets the file")
     try:
@@ -372,8 +365,9 @@ def head(x, weights, config):  # (L, D) -> (L, V)
 def make_cache(weights, config, size):
     """Room for the keys and values of `size` tokens: a pair per layer, each (K, size, d)."""
     shape = (config["num_key_value_heads"], size, config["head_dim"])
-    zeros = functools.partial(mx.zeros, shape, weights["model.norm.weight"].dtype)
-    cache = [(zeros(), zeros()) for _ in range(config["num_hidden_layers"])]
+    dtype = weights["model.norm.weight"].dtype
+    layers = range(config["num_hidden_layers"])
+    cache = [(mx.zeros(shape, dtype), mx.zeros(shape, dtype)) for _ in layers]
     mx.eval(cache)
     return cache
 
@@ -478,43 +472,30 @@ def main():
         parser.error("the prompt is empty")
     weights, config, tokenizer = load_model(args)
     ids = encode(prompt, tokenizer)
-    note(f"Prompt: {prompt}\n{'-' * 60}")
+    note(f"Prompt: {prompt}\n{'-' * 60}\nOutput: ", end="")
+    print(prompt, end="", flush=True)
     start = time.perf_counter()
     tokens = generate(ids, weights, config, config["eos_token_id"], **options(args))
-    first = list(itertools.islice(tokens, 1))  # prefill, reading the prompt, ends with this token
-    prefill = time.perf_counter() - start
-    note("Output: ", end="")
-    print(prompt, end="", flush=True)
-    count = stream(itertools.chain(first, tokens), tokenizer, [])  # decode, token by token
-    total = time.perf_counter() - start
+    count = stream(tokens, tokenizer, [])
+    seconds = time.perf_counter() - start
     if count == min(args.max_tokens, config["max_position_embeddings"] - len(ids) + 1):
         note("(cut: --max-tokens or the context is used up)")
-    decoded = max(count - 1, 0)
+    peak = mx.get_peak_memory() / 1e9
     note(
-        f"Time: {total:.2f}s (prefill {len(ids)} tokens in {prefill:.2f} s, "
-        f"decode {decoded} tokens at {decoded / (total - prefill):.0f} tokens/s, "
-        f"peak memory {mx.get_peak_memory() / 1e9:.2g} GB)"
+        f"Time: {seconds:.2f}s ({len(ids)} tokens read, {count} written, peak memory {peak:.2g} GB)"
     )
 
 
 def argument_parser(description, example):
     """The flags that all programs here share; a wrong one is one line on stderr, exit code 2."""
-    wide = functools.partial(argparse.HelpFormatter, width=79)
-    parser = argparse.ArgumentParser(
-        Path(sys.argv[0]).name, argparse.SUPPRESS, formatter_class=wide
-    )
+    parser = argparse.ArgumentParser(prog=Path(sys.argv[0]).name, usage=argparse.SUPPRESS)
     parser.description = f"{description} The answer goes to stdout. Example: {example}"
     flag = parser.add_argument
     flag("--model", help="a folder with a dense Qwen3 (Qwen3-0.6B, else the bundled miniature)")
     flag("--max-tokens", type=number(int, 1), default=100, help="stop after N tokens (%(default)s)")
     flag("--temperature", type=number(float), default=0.0, help="0: only the best (%(default)s)")
     flag("--top-k", type=number(int), default=0, help="among K likeliest, 0: all (%(default)s)")
-    flag(
-        "--top-p",
-        type=number(float, 0, 1),
-        default=1.0,
-        help="the fewest that reach P (%(default)s)",
-    )
+    flag("--top-p", type=number(float, 0, 1), default=1.0, help="the fewest that reach P (1.0)")
     flag("--seed", type=number(int), help="a number that makes the draws repeatable")
     flag("--dtype", choices=["float32", "bfloat16", "float16"], help="compute in this type instead")
     return parser
@@ -531,51 +512,32 @@ def number(kind, low=0, high=2**63):
 
 
 def options(args):  # the flags that generate takes
-    return {name: vars(args)[name] for name in SAMPLING_FLAGS}
+    names = ("max_tokens", "seed", "temperature", "top_p", "top_k")
+    return {name: vars(args)[name] for name in names}
 
 
 def load_model(args):
     """Find, load and announce what --model and --dtype ask for."""
     folder = find_model(args.model).resolve()
     weights, config, tokenizer = load(folder, args.dtype and getattr(mx, args.dtype))
-    name = folder.parents[1].name if folder.parent.name == "snapshots" else folder.name
     sizes = f"{config['num_hidden_layers']} layers, {config['hidden_size']} dim"
     heads = f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads"
-    note(f"Model: {name.removeprefix('models--').replace('--', '/')} ({sizes}, {heads})")
+    name = folder.name
+    if folder.parent.name == "snapshots":  # in the hub's cache the name stands two folders above
+        name = folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    note(f"Model: {name} ({sizes}, {heads})")
     return weights, config, tokenizer
 
 
 def find_model(name=None):
     """The folder named; without a name Qwen3-0.6B beside this file, else the bundled miniature."""
     here = Path(__file__).resolve().parent
-    if not name and any(here.glob("Qwen3-0.6B/model*.safetensors")):
-        return here / "Qwen3-0.6B"
-    if not name and (here / "tests/Qwen3-mini").is_dir():
-        note("The bundled miniature answers; python -m examples.download gets Qwen3-0.6B (1.5 GB).")
-        return here / "tests/Qwen3-mini"
-    folder = Path(re.sub(r"[^/]*\.safetensors$", "", name or f"{here}/Qwen3-0.6B")).expanduser()
-    if not folder.is_dir():
-        way = "a model is a folder with config.json, tokenizer.json and model.safetensors"
-        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name or ""):
-            way = f"python -m examples.download {name} gets it"
-        elif not name:
-            way = "huggingface.co/Qwen/Qwen3-0.6B has weights, and --model runs another folder"
-        raise ValueError(f"{folder} is not there: {way}")
-    return hub_version(folder) if (folder / "snapshots").is_dir() else folder
-
-
-def hub_version(folder):
-    """In a cache of the hub: the version that refs/main names, else the newest complete one."""
-    versions = sorted((folder / "snapshots").iterdir(), key=os.path.getmtime, reverse=True)
-    pointer = folder / "refs" / "main"
-    named = folder / "snapshots" / pointer.read_text().strip() if pointer.exists() else None
-    if named in versions:
-        return named
-    for version in versions:
-        with contextlib.suppress(ValueError):
-            load(version, lazy=True)
-            return version
-    return max(versions, default=folder)
+    folder = Path(name).expanduser() if name else here / "Qwen3-0.6B"
+    bundled = here / "tests/Qwen3-mini"
+    if name or any(folder.glob("model*.safetensors")) or not bundled.is_dir():
+        return folder
+    note("The bundled miniature answers; python -m examples.download gets Qwen3-0.6B (1.5 GB).")
+    return bundled
 
 
 def read_stdin():  # a byte-order mark and the last line ends are no part of the text
@@ -601,8 +563,7 @@ def stream(token_ids, tokenizer, answer):
             printed += sys.stdout.write(decoder.step(tokenizer, token_id) or "")
             sys.stdout.flush()
     finally:
-        held_back = tokenizer.decode(answer, skip_special_tokens=False)[printed:]
-        print(held_back, flush=True)
+        print(tokenizer.decode(answer, skip_special_tokens=False)[printed:], flush=True)
     return len(answer)
 
 

@@ -13,6 +13,7 @@ is MLX's: ml-explore.github.io/mlx, "Distributed Communication". Paper: arXiv 19
 """
 
 import os
+import time
 
 import mlx.core as mx
 
@@ -61,6 +62,8 @@ def load_share(args, rank, size):
         failure = error
     failed = [other for other, (bad,) in enumerate(from_all_ranks(size, bool(failure))) if bad]
     if failed:
+        if rank > 0:  # the first rank that ends takes the others with it: rank 0 speaks before
+            time.sleep(1)
         raise failure or ValueError(f"rank {failed[0]} cannot load its share: run it there alone")
     llm.note(f"Model: {folder.name}, on {size} rank{'s' * (size > 1)}")
     return weights, config, tokenizer

@@ -72,10 +72,7 @@ def test_a_run_frames_its_answer_on_stderr(plain_run):
     assert f"{MINI_CONFIG['num_key_value_heads']} KV heads" in model
     assert prompt == f"Prompt: {START}" and dashes == "-" * 60 and output == "Output: "
     number = r"[\d.]+(e[-+]?\d+)?"
-    wanted = (
-        rf"Time: {number}s \(prefill 5 tokens in {number} s, "
-        rf"decode 11 tokens at {number} tokens/s, peak memory {number} GB\)"
-    )
+    wanted = rf"Time: {number}s \(5 tokens read, 12 written, peak memory {number} GB\)"
     assert re.fullmatch(wanted, times), times
 
 
@@ -222,13 +219,17 @@ def test_the_file_alone_says_what_it_lacks(tmp_path, silent_hub):
 
 
 def test_a_name_on_the_hub_is_one_line_with_the_command(tmp_path, silent_hub):
-    """--model org/name is no folder: exit 1 at once, one line with the command that gets it, even
-    where the hub's cache holds it."""
+    """--model org/name is no folder: exit 1 at once, one line with the command that gets a name,
+    even where the hub's cache holds it."""
     home = tmp_path / "home"
     for env in {}, silent_hub:
         result = run("--model", "nobody/Nothing-0.6B", HF_HOME=home, cwd=tmp_path, **env)
         line = assert_one_complaint(result)
-        assert "python -m examples.download nobody/Nothing-0.6B" in line and result.out == ""
+        assert (
+            "python -m examples.download" in line
+            and "nobody/Nothing-0.6B" in line
+            and result.out == ""
+        )
         assert home.exists() or not list(tmp_path.iterdir())
         if not home.exists():
             write_hub(home / "hub/models--nobody--Nothing-0.6B", {"1": (MINI, whole)}, main="1")
@@ -330,7 +331,7 @@ def test_control_tokens_in_the_prompt_are_control_tokens(monkeypatch):
 def test_a_hundred_tokens_are_the_limit_without_a_flag(random_model):
     """An answer that never ends has 100 tokens."""
     result = run("--model", random_model)
-    assert result.code == 0 and "decode 99 tokens" in result.err, result
+    assert result.code == 0 and "100 written" in result.err, result
 
 
 # ---- Wrong usage
@@ -398,7 +399,7 @@ FLAGS = "--model --max-tokens --temperature --top-p --top-k --seed --dtype"
 
 def test_help_is_a_page_that_describes_every_flag():
     """--help exits 0, describes each flag and the prompt, fits 80 columns and a page."""
-    result = run("--help", COLUMNS="200")
+    result = run("--help", COLUMNS="80")
     assert result.code == 0 and result.err == "", result
     lines = result.out.splitlines()
     assert 12 <= len(lines) <= 50 and max(map(len, lines)) <= 80, result.out
@@ -841,19 +842,21 @@ def test_what_does_no_harm_changes_nothing(random_model, tmp_path):
     rows = list(enumerate(HARMLESS.values()))
     results = dict(zip(HARMLESS, POOL.map(continued, rows), strict=True))
     wanted = results["nothing"]
-    assert wanted.out.startswith(START) and "prefill 5 tokens" in wanted.err, wanted
+    assert wanted.out.startswith(START) and "5 tokens read" in wanted.err, wanted
     for name, result in results.items():
         assert result.code == 0 and result.out == wanted.out, (name, result)
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
-    """A missing folder, a GGUF file, a missing .safetensors file: exit 1, one line that names it
-    and advises a download only for what may be a name on the hub."""
+    """A missing folder, a GGUF file, a .safetensors file: exit 1, one line that names it and what a
+    model is instead."""
     gguf = tmp_path / "weights-q4.gguf"
     gguf.write_bytes(b"GGUF\x03\0\0\0")
     named = {
         tmp_path / "none" / "here": "none/here",
         gguf: "weights-q4.gguf",
+        MINI / "model.safetensors": "a model is a folder",
+        tmp_path: "config.json",
         tmp_path / "gone" / "model.safetensors": "gone",
         "./nowhere": "nowhere",
         "~/nowhere": "nowhere",
@@ -861,9 +864,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
     results = POOL.map(lambda path: run("--model", path, cwd=tmp_path, HOME=tmp_path), named)
     for (path, word), result in zip(named.items(), results, strict=True):
         line = assert_one_complaint(result)
-        assert word in line and "examples.download" not in line, (path, line)
-    line = run("--model", gguf).err
-    assert re.search("gguf.*qwen3|gguf.*safetensors", line, re.I), "not what a model is instead"
+        assert word in line and "model.safetensors" in line, (path, line)
 
 
 # ---- The folder and its name
@@ -889,28 +890,22 @@ def write_hub(hub, versions, main=None):
 
 
 def test_a_model_is_found_however_it_is_named(tmp_path):
-    """The folder, its .safetensors file, ~/folder, a relative path, the working directory and a
-    hub cache folder all give the same run, under a name that the user knows."""
+    """The folder, ~/folder, a relative path, the working directory and a version in the hub's cache
+    all give the same run, under a name that the user knows."""
     versions = {"c0ffee": (MINI, lambda folder: None)}
     hub = write_hub(tmp_path / "models--nobody--Qwen3-mini", versions, main="c0ffee")
     snapshot = hub / "snapshots" / "c0ffee"
     (tmp_path / "Qwen3-mini").symlink_to(MINI)
     rows = [
         (MINI, tmp_path),
-        (MINI / "model.safetensors", tmp_path),
         ("~/Qwen3-mini", tmp_path),
         ("~/Qwen3-mini/", tmp_path),
         ("Qwen3-mini", tmp_path),
-        ("./Qwen3-mini/model.safetensors", tmp_path),
+        ("./Qwen3-mini", tmp_path),
         (".", MINI),
         ("./", MINI),
-        ("model.safetensors", MINI),
         ("../Qwen3-mini", MINI),
-        (hub, tmp_path),
-        (f"{hub}/", tmp_path),
-        (".", hub),
         (snapshot, tmp_path),
-        (snapshot / "model.safetensors", tmp_path),
         (".", snapshot),
     ]
 
@@ -921,9 +916,7 @@ def test_a_model_is_found_however_it_is_named(tmp_path):
     results = list(POOL.map(start, rows))
     for (name, cwd), result in zip(rows, results, strict=True):
         assert result.code == 0 and result.out == results[0].out != "", (name, cwd, result)
-        known = (
-            "nobody/Qwen3-mini" if hub in (Path(name), cwd) or "c0ffee" in f"{name}{cwd}" else ""
-        )
+        known = "nobody/Qwen3-mini" if snapshot in (Path(name), cwd) else ""
         assert result.lines[0].startswith(f"Model: {known or 'Qwen3-mini'} ("), (name, cwd, result)
 
 
@@ -931,44 +924,17 @@ def whole(folder):
     """A version as it should be."""
 
 
-no_weights = remove("model.safetensors")
 half = both(split, remove("model-00002-of-00002.safetensors"))
-RIGHT = f"{MINI_CONFIG['num_hidden_layers']} layers"  # the random model has fewer
-HUBS = {  # name -> versions from the oldest to the newest, True for the miniature; refs/main
-    "refs/main is older, its hash smaller": ({"1": (True, whole), "f": (False, whole)}, "1"),
-    "refs/main is newer, its hash smaller": ({"f": (False, whole), "1": (True, whole)}, "1"),
-    "refs/main beside half a download": ({"1": (True, whole), "f": (False, half)}, "1"),
-    "refs/main as an editor writes it": ({"1": (True, whole), "f": (False, whole)}, "1\n"),
-    "the newest": ({"f": (False, whole), "1": (True, whole)}, None),
-    "the newest has no weights": ({"1": (True, whole), "f": (False, no_weights)}, None),
-    "the newest has one of two shards": ({"1": (True, whole), "f": (False, half)}, None),
-    "refs/main is not there": ({"f": (False, whole), "1": (True, whole)}, "2"),
-}
 
 
-def test_of_two_versions_in_the_hubs_cache_the_right_one_runs(tmp_path, random_model):
-    """The version in refs/main, else the newest complete one."""
-    runs = {}
-    for number, (name, (versions, main)) in enumerate(HUBS.items()):
-        chosen = {}
-        for version, (right, change) in versions.items():
-            chosen[version] = (MINI if right else random_model, change)
-        hub = write_hub(tmp_path / str(number) / "models--nobody--Nothing", chosen, main)
-        runs[name] = (lambda hub=hub: run("--model", hub, "--max-tokens", 2),)
-    for name, future in table(runs).items():
-        result = future.result()
-        assert result.code == 0, (name, result)
-        assert result.lines[0].startswith("Model: nobody/Nothing ("), (name, result)
-        assert RIGHT in result.lines[0], (name, result)
-
-
-def test_half_a_download_in_the_hubs_cache_is_named(tmp_path):
-    """Where no version is complete: exit 1, one line that names what is missing."""
-    for name, change in {"no weights": no_weights, "half": half}.items():
-        hub = tmp_path / name / "models--nobody--Nothing"
-        write_hub(hub, {"1": (MINI, change)}, main="1")
-        line = assert_one_complaint(run("--model", hub))
-        assert re.search(r"model(-00002-of-00002)?\.safetensors", line) and "missing" in line, line
+def test_the_hubs_cache_is_left_to_the_program_that_knows_it(tmp_path, random_model):
+    """The cache's folder of a model has versions, not files: one line with the command that prints
+    the right one. Half a version: one line that names what is missing."""
+    versions = {"1": (MINI, whole), "f": (random_model, half)}
+    hub = write_hub(tmp_path / "models--nobody--Nothing", versions, main="1")
+    assert "python -m examples.download" in assert_one_complaint(run("--model", hub))
+    line = assert_one_complaint(run("--model", hub / "snapshots" / "f"))
+    assert "missing model-00002-of-00002.safetensors" in line, line
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -1044,8 +1010,7 @@ def test_nan_in_the_weights_ends_the_run_and_keeps_what_was_printed(endless, ste
     text = nan_after(steps, folder, START)
     result = run("--model", folder, START)
     assert "finite" in assert_one_complaint(result)
-    shown = START + text if steps else ""  # the prompt is shown once it has been read
-    assert result.out.rstrip("\n") == shown, result
+    assert result.out == START + text + "\n", result
     merged = run("--model", folder, START, stderr=subprocess.STDOUT).out
     assert re.search(r"^llm_inference\.py: ", merged, re.M), f"not at a line's begin: {merged!r}"
 

@@ -214,7 +214,7 @@ def test_one_sentence_from_rank_0():
     assert "4 ranks cannot share 2 num_key_value_heads" in complaint(result)
     assert len(result.warnings) == 4  # each has ended with an error
     assert "rank 1 cannot load its share" in complaint(launch(2, program=("-c", FAILS_ON_RANK_1)))
-    assert "nowhere is not there" in complaint(launch(2, "--model", "nowhere"))
+    assert "nowhere/config.json is missing" in complaint(launch(2, "--model", "nowhere"))
     assert_one_complaint(run("--model", "nowhere", module=MODULE))
     usage = launch(2, "--nonsense")
     assert len(usage.lines) == 1 and "unrecognized arguments" in usage.err
