@@ -104,7 +104,7 @@ async def read_request(http, kind):
         given = {name: value for name, value in content.items() if value is not None}
         return kind.model_validate(given)
     except ValidationError as error:
-        wrong = error.errors()[0]
+        wrong = max(error.errors(), key=lambda one: len(one["loc"]))  # the most exact one
         field = ".".join(str(part) for part in wrong["loc"])
         unknown = wrong["type"] == "extra_forbidden"
         message = "this server does not support it" if unknown else wrong["msg"]
