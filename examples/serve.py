@@ -30,7 +30,7 @@ from examples.engine import Engine, Job
 from examples.openai_api import Chat, Completion, Refusal, choice, read_request
 from examples.sequence import Sequence
 
-KEPT_TOKENS = 8192  # of ended requests stay in the cache, for others that begin alike
+KEPT_TOKENS = 4096  # of ended requests stay in the cache, for others that begin alike
 GRACE = 10  # seconds that running answers get when the server is stopped
 
 
