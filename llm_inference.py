@@ -522,11 +522,14 @@ def load_model(args):
     weights, config, tokenizer = load(folder, args.dtype and getattr(mx, args.dtype))
     sizes = f"{config['num_hidden_layers']} layers, {config['hidden_size']} dim"
     heads = f"{config['num_attention_heads']} Q heads, {config['num_key_value_heads']} KV heads"
-    name = folder.name
-    if folder.parent.name == "snapshots":  # in the hub's cache the name stands two folders above
-        name = folder.parents[1].name.removeprefix("models--").replace("--", "/")
-    note(f"Model: {name} ({sizes}, {heads})")
+    note(f"Model: {model_name(folder)} ({sizes}, {heads})")
     return weights, config, tokenizer
+
+
+def model_name(folder):
+    if folder.parent.name == "snapshots":  # in the hub's cache the name stands two folders above
+        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def find_model(name=None):

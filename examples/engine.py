@@ -92,7 +92,6 @@ class Engine:
                 for job in self.running:
                     job.deliver("error", f"the engine failed: {error}")
                 self.running = []
-                self.kept = []
 
     def admit(self):
         """Fill the free slots. Where nothing is to be done, wait for the next job."""

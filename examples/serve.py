@@ -41,7 +41,7 @@ class Service:
         folder = llm.find_model(args.model)
         args.model = str(folder)
         self.weights, self.config, self.tokenizer = llm.load_model(args)
-        self.name = folder.resolve().name
+        self.name = llm.model_name(folder.resolve())
         path = folder / "generation_config.json"
         settings = json.loads(path.read_bytes()) if path.exists() else {}
         if not settings.get("do_sample"):

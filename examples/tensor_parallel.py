@@ -65,7 +65,7 @@ def load_share(args, rank, size):
         if rank > 0:  # the first rank that ends takes the others with it: rank 0 speaks before
             time.sleep(1)
         raise failure or ValueError(f"rank {failed[0]} cannot load its share: run it there alone")
-    llm.note(f"Model: {folder.name}, on {size} rank{'s' * (size > 1)}")
+    llm.note(f"Model: {llm.model_name(folder.resolve())}, on {size} rank{'s' * (size > 1)}")
     return weights, config, tokenizer
 
 
