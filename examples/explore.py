@@ -105,11 +105,16 @@ def lines(explorer, name):
             "cache_bytes": numbers * text.cache[0][0].itemsize,  # for each token
         }
     )
-    rows = explorer.feed(text)
-    for layer in range(explorer.layers):
+    layers = explorer.feed(text)
+    try:
+        for layer in range(explorer.layers):
+            with explorer.lock:
+                rows = next(layers)
+            yield as_line({"layer": layer, "rows": rows})
         with explorer.lock:
-            yield as_line({"layer": layer, "rows": next(rows)})
-    list(rows)  # to its end
+            next(layers, None)  # its end
+    except ValueError as error:  # the line that says 200 is out already
+        yield as_line({"error": str(error)})
 
 
 def as_line(content):

@@ -20,6 +20,7 @@ STEP_LIMIT = 200  # tokens that may follow it
 TEXTS = 16  # so many are kept; the one that was used first goes first
 GUESSES = 3  # of each layer at each position
 CANDIDATES = 12  # for the next token
+NOT_FINITE = "the logits are not finite: damaged weights, or a dtype too narrow"
 
 
 class Text:
@@ -83,11 +84,14 @@ class Explorer:
             mx.eval(logits, text.streams[layer], text.cache[layer])  # the next thread goes on
             yield self.guesses(logits)
         text.logits = logits[-1]
+        mx.eval(text.logits)
         text.ids = text.ids + ids
         text.waiting = []
 
     def guesses(self, logits):  # (L, V)
         """For each row the likeliest tokens with their shares, the first one first."""
+        if not mx.isfinite(logits).all():
+            raise ValueError(NOT_FINITE)
         shares = mx.softmax(logits.astype(mx.float32), axis=-1)
         best = mx.argpartition(-shares, kth=GUESSES - 1, axis=-1)[:, :GUESSES]
         best_shares = mx.take_along_axis(shares, best, axis=-1)
@@ -141,8 +145,6 @@ class Explorer:
         if len(text.ids) >= min(text.limit, self.model[1]["max_position_embeddings"]):
             raise ValueError(f"the text is full: it has {len(text.ids)} tokens")
         token_id = llm.choose(text.logits, text.rng, question.flags()).item()
-        if token_id < 0:
-            raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
         if token_id in self.model[1]["eos_token_id"]:
             return {"end": self.token(token_id)}
         text.waiting = [token_id]

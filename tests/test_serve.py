@@ -35,16 +35,19 @@ FLAGS |= {"temperature": None, "top_p": None, "top_k": None, "queue": 8}
 def served(key=None, origin=None, **changes):
     """A server in a thread of this process: its Service, with the address as `.address`."""
     service = serve.Service(argparse.Namespace(**FLAGS | changes))
+    with listening(serve.build_app(service, key, origin)) as service.address:
+        yield service
+
+
+@contextlib.contextmanager
+def listening(app):
+    """The address of an app that runs in a thread of this process."""
     listener = socket.create_server(("127.0.0.1", 0))
-    service.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(
-        serve.build_app(service, key, origin), log_level="critical", lifespan="off"
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        yield service
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         server.force_exit = True
