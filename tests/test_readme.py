@@ -87,7 +87,7 @@ def test_the_two_languages_are_in_step():
     """The same blocks, the same pictures, and section by section the same numbers."""
     english, chinese = (TEXTS[path.name] for path in READMES)
     assert blocks(english) == blocks(chinese)
-    pictures = lambda text: re.findall(r"\.github/\w+\.svg", text)
+    pictures = lambda text: re.findall(r"\.github/\w+\.(?:svg|png)", text)
     assert pictures(english) == pictures(chinese)
     sections = lambda text: re.split(r"^##+ ", readme.FENCE.sub("", text), flags=re.M)
     assert len(sections(english)) == len(sections(chinese))
