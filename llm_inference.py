@@ -9,7 +9,7 @@ an array library like NumPy that uses GPUs.
 A token is a piece of text, a word or a part of one; its id is its number in the vocabulary.
 Sizes have one letter each, here with their values in Qwen3-0.6B:
     L  tokens fed in this pass: the whole prompt, then one at a time
-    S  tokens so far, these included      up to 40,960
+    S  tokens so far, those L included    up to 40,960
     N  layers                             28
     D  hidden size: numbers per token     1,024
     F  feed-forward size                  3,072
@@ -19,7 +19,7 @@ Sizes have one letter each, here with their values in Qwen3-0.6B:
     d  numbers per head (head_dim)        128
 MLX is lazy: an operation only notes what is to be computed, and mx.eval computes it.
 bfloat16, the number type of the published weights, has 8 significant bits; float32 has 24.
-Where MLX has a step as one fused kernel, a single GPU program for all of it, a GPU uses it.
+MLX has some steps as a fused kernel, one GPU program for the whole step; a GPU uses those.
 Sources: Qwen3 (arXiv 2505.09388), RMSNorm (1910.07467), RoPE (2104.09864), grouped-query attention
 (2305.13245), SwiGLU (2002.05202), top-p (1904.09751).
 """
@@ -50,7 +50,8 @@ def load(folder, dtype=None, lazy=False, stretched_rope=False):
     """weights (one flat dict: published name -> array), config (config.json) and tokenizer.
 
     dtype, such as mx.float32, converts the weights; lazy leaves them on disk until they are used;
-    stretched_rope is for examples that compute longer contexts. ValueError: what cannot be run.
+    stretched_rope allows a RoPE (section 4) that is altered for longer texts; nothing in this file
+    uses it. ValueError: what cannot be run.
     """
     folder = Path(folder)
     config = read_config(folder, stretched_rope)
@@ -117,7 +118,7 @@ def unpack(stored, width):
 
 
 def packing(packed, scales, width):
-    """Both follow from the shapes: `width` numbers have a scale per group and words of 32 bits."""
+    """Both follow from the shapes: a row has one scale a group, and is packed in 32-bit words."""
     return {"group_size": width // scales.shape[-1], "bits": packed.shape[-1] * 32 // width}
 
 
@@ -125,7 +126,7 @@ def read_config(folder, stretched_rope):
     """config.json, nested parts lifted to the top, if it asks for nothing that is not here."""
     config = {"tie_word_embeddings": False} | read(folder / "config.json")
     for part in ("rope_scaling", "rope_parameters", "quantization", "quantization_config"):
-        config = (config.get(part) or {}) | config  # what stands at the top already stays
+        config = (config.get(part) or {}) | config  # a key at the top wins
     only = {"model_type": "qwen3", "hidden_act": "silu", "quant_method": None, "mode": "affine"}
     only |= {"attention_bias": False, "use_sliding_window": False}
     only |= {} if stretched_rope else {"rope_type": "default", "type": "default"}
@@ -142,7 +143,7 @@ def read_config(folder, stretched_rope):
 
 
 def read_weights(folder, shapes):
-    """The tensors of all files, not read from disk yet. From `found` on these are only checks."""
+    """The tensors of all files, not read from disk yet. All after `found = {}` only checks them."""
     index = folder / "model.safetensors.index.json"
     place = read(index)["weight_map"] if index.exists() else {}
     files = sorted({folder / file for file in place.values()}) or [folder / "model.safetensors"]
@@ -158,7 +159,7 @@ def read_weights(folder, shapes):
         origin |= dict.fromkeys(tensors, file)
     if "lm_head" not in shapes:  # the 0.6B's file holds one all the same
         weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
-    found = {}
+    found = {}  # name -> shape, or what is wrong
     for name in weights:
         stem = re.sub(r"\.(weight|scales|biases)$", "", name)
         try:  # lazily: of a quantized matrix only shape and type are computed
@@ -185,7 +186,7 @@ def read(path, parse=None):
     try:
         return parse(str(path)) if parse else dict(json.loads(path.read_bytes()))
     except Exception as error:
-        # So MLX ("unsupported dtype") and tokenizers speak of a whole file of an unknown kind.
+        # With these words MLX and tokenizers report a file that is intact, but of an unknown kind.
         unknown_kind = re.search("unsupported|untagged|missing", str(error))
         what = "cannot be read" if unknown_kind else "is incomplete or damaged, download it again"
         raise ValueError(f"{path} {what} ({error})") from None
@@ -210,7 +211,8 @@ def product(x, W, *quantized):
 
 
 def product_on_cpu(x, W, *quantized):
-    """Skip this: the same, quicker there. Quantized in float32; 16 bits, half on each thread."""
+    """Skip this: the same as product, quicker on a CPU. Quantized matrices are multiplied in
+    float32, those of 16 bits in two halves, one for each thread."""
     if quantized:
         return product(x.astype(mx.float32), W, *quantized).astype(x.dtype)
     if W.dtype == mx.float32 or W.size < 2**20:
@@ -220,7 +222,7 @@ def product_on_cpu(x, W, *quantized):
     return mx.concatenate([x @ upper.T, second], axis=-1)
 
 
-# ---- 3. RMSNorm: rows go in; the same rows, each brought to a common length, come out.
+# ---- 3. RMSNorm: rows go in; the same rows, each scaled to a common size, come out.
 def rms_norm(x, weight, eps):  # (..., D) -> (..., D)
     """x / sqrt(mean(x^2) + eps) * weight: keeps the numbers in one range through all layers."""
     if not FUSED:
@@ -231,8 +233,8 @@ def rms_norm(x, weight, eps):  # (..., D) -> (..., D)
 
 
 # ---- 4. RoPE: queries or keys, the rows that section 5 compares by products, go in; they come out
-# rotated by their positions. Rotating both alike would leave their product as it was, so only the
-# difference of their positions counts.
+# rotated by their positions. Two rows rotated alike have the same product as before, so only the
+# difference of their positions counts. Quick pairs tell near from near, slow ones far from near.
 def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d)
     """Rotate each pair (x[j], x[j + d/2]) of the row at position p by p * theta^(-2j/d) radians.
 
@@ -254,7 +256,8 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d)
 
 # ---- 5. Attention: each token's row goes in; what it gathers from all tokens so far comes out.
 # From its row each token makes a query (what it looks for), a key (what it offers) and a value
-# (what it hands over), in several heads side by side. The keys and values of earlier tokens wait
+# (what it hands over). It does so in several heads, each with d numbers of its own, so that it can
+# look for several things at once. The keys and values of earlier tokens wait
 # in the cache, which section 8 makes.
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     """For L rows, the first at position `offset`, after `offset` rows in the cache."""
@@ -322,7 +325,8 @@ def mix_values(p, v):  # (H, L, S), (K, S, d) -> (H, L, d)
 def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D)
     """The feed-forward step: down(silu(gate(x)) * up(x)), with silu(z) = z * sigmoid(z).
 
-    sigmoid(z) = 1 / (1 + exp(-z)) goes from 0 to 1: it lets a number pass, or not.
+    sigmoid(z) = 1 / (1 + exp(-z)) goes from 0 to 1. So silu(z) is nearly z where z is large and
+    nearly 0 where it is far below 0: gate scales up, or shuts it off.
     """
     name = f"model.layers.{layer}.mlp"
     gate = linear(x, weights, f"{name}.gate_proj")
@@ -330,8 +334,8 @@ def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D)
     return linear(gate * mx.sigmoid(gate) * up, weights, f"{name}.down_proj")
 
 
-# ---- 7. Transformer block: the rows, called the residual stream, go in; with two contributions
-# added they come out.
+# ---- 7. Transformer block: the rows (the residual stream) go in; the same rows, plus two
+# contributions, come out.
 def transformer_block(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     """x += attention(rms_norm(x)), then x += ffn(rms_norm(x))."""
     name = f"model.layers.{layer}"
@@ -356,7 +360,7 @@ def hidden_states(token_ids, weights, config, cache, offset):  # (L,) -> (L, D)
 
 
 def head(x, weights, config):  # (L, D) -> (L, V)
-    """A last RMSNorm, then the product of each row with one row for every token."""
+    """A last RMSNorm, then each row's products with V rows of weights, one for each token."""
     x = rms_norm(x, weights["model.norm.weight"], config["rms_norm_eps"])
     # Where the two are tied, the rows of the embedding serve here, too.
     return linear(x, weights, "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head")
@@ -374,7 +378,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = cache[-1][0].shape[1]  # the last layer grows last
+    size = cache[-1][0].shape[1]  # the last layer grows last: if it has room, all have
     if needed <= size:
         return
     more = min(max(size // 4, 256, needed - size), limit - size)
@@ -403,8 +407,8 @@ def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,)
     count = top_k if 0 < top_k < len(logits) else len(logits)
     best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
     best = best[mx.argsort(-logits[best])]  # likeliest first
-    before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # what the likelier ones have
-    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # 0 keeps the likeliest, 1 all
+    before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # the sum of all likelier ones
+    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0 keeps the likeliest, 1 all
     kept = mx.where(keep, logits[best], -mx.inf)
     return mx.put_along_axis(mx.full(logits.shape, -mx.inf), best, kept, axis=0)
 
@@ -425,7 +429,7 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
     """
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    # So many tokens are fed at most: the last one of the answer is not.
+    # At most so many tokens are fed, the prompt included; the answer's last one never is.
     limit = min(end + max_tokens - 1, config["max_position_embeddings"])
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
         raise ValueError(f"{end} prompt tokens: 1 to {limit} that the vocabulary has can be fed")
