@@ -212,7 +212,8 @@ def product(x, W, *quantized):
 
 def product_on_cpu(x, W, *quantized):
     """Skip this: the same as product, quicker on a CPU. Quantized matrices are multiplied in
-    float32, those of 16 bits in two halves, one for each thread."""
+    float32, those of 16 bits in two halves, one for each thread.
+    """
     if quantized:
         return product(x.astype(mx.float32), W, *quantized).astype(x.dtype)
     if W.dtype == mx.float32 or W.size < 2**20:
@@ -234,7 +235,7 @@ def rms_norm(x, weight, eps):  # (..., D) -> (..., D)
 
 # ---- 4. RoPE: queries or keys, the rows that section 5 compares by products, go in; they come out
 # rotated by their positions. Two rows rotated alike have the same product as before, so only the
-# difference of their positions counts. Quick pairs tell near from near, slow ones far from near.
+# difference of their positions counts. Quick pairs tell neighbours apart, slow ones near from far.
 def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d)
     """Rotate each pair (x[j], x[j + d/2]) of the row at position p by p * theta^(-2j/d) radians.
 
@@ -257,8 +258,8 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d)
 # ---- 5. Attention: each token's row goes in; what it gathers from all tokens so far comes out.
 # From its row each token makes a query (what it looks for), a key (what it offers) and a value
 # (what it hands over). It does so in several heads, each with d numbers of its own, so that it can
-# look for several things at once. The keys and values of earlier tokens wait
-# in the cache, which section 8 makes.
+# look for several things at once. The keys and values of earlier tokens wait in the cache, which
+# section 8 makes.
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     """For L rows, the first at position `offset`, after `offset` rows in the cache."""
     q, k, v = queries_keys_values(x, weights, config, layer, offset)
@@ -280,7 +281,7 @@ def queries_keys_values(x, weights, config, layer, offset):
     v = split_heads(linear(x, weights, f"{name}.v_proj"), config)
     q = rms_norm(q, weights[f"{name}.q_norm.weight"], config["rms_norm_eps"])
     k = rms_norm(k, weights[f"{name}.k_norm.weight"], config["rms_norm_eps"])
-    # Rotated in one call, so that the angles are computed once; axis -3 counts the heads.
+    # Joined along the heads (axis -3) and rotated in one call: the angles are computed once.
     turned = apply_rope(mx.concatenate([q, k], axis=-3), offset, config["rope_theta"])
     q, k = mx.split(turned, [q.shape[-3]], axis=-3)
     return q, k, v
@@ -307,11 +308,11 @@ def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S)
     H, L, d = q.shape
     K, S, _ = k.shape
     # H / K neighbouring query heads share a key head: of 16 and 8, heads 0 and 1 share key head 0.
-    # Their queries are stacked into one matrix; each row of a product is computed by itself.
+    # Their queries are stacked into one matrix, since each row of a product comes from one row.
     grouped = q.reshape(K, (H // K) * L, d)
     scores = (grouped @ k.swapaxes(1, 2)).reshape(H, L, S).astype(mx.float32) * d**-0.5
-    # Causal mask: row i is the token at position S - L + i, and sees none after it. With 2 new ones
-    # after 3, the one at position 3 sees 1 1 1 1 0, the one at position 4 sees 1 1 1 1 1.
+    # Causal mask: row i is the token at position S - L + i, and sees none after it. With 3 in the
+    # cache and 2 new tokens, position 3 sees 1 1 1 1 0, and position 4 sees 1 1 1 1 1.
     visible = mx.arange(S) <= mx.arange(S - L, S)[:, None]  # (L, S)
     return mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1).astype(q.dtype)
 

@@ -12,17 +12,15 @@ import sys
 import time
 
 import httpx
-import mlx.core as mx
 import numpy as np
 import pytest
 from checkpoints import MINI
 from terminal import ROOT, START
 
 sys.path.append(str(ROOT))  # for the script; pytest's conftest.py does it, too
-from test_serve import listening
+from test_explore import LONG, explored
 
 import llm_inference as llm
-from examples import explore, inside
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium")
@@ -31,17 +29,11 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium in PATH")
 FLAGS = "--no-sandbox --disable-gpu --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync"
 PICTURE = ROOT / ".github/explorer.png"
-LONG = "The capital of Poland is Warsaw. "
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llm.load(MINI, mx.float32)
 
 
 @pytest.fixture(scope="module")
 def site(model):
-    with listening(explore.build_app(inside.Explorer("Qwen3-mini", *model, seed=3))) as address:
+    with explored(*model, name="Qwen3-mini", seed=3) as address:
         yield address
 
 
@@ -63,7 +55,7 @@ def tab(browser, site):
     tabs = []
     trouble = []
 
-    def opened(query="", width=1280, scheme="light", ready=True):
+    def opened(query="", width=1280, scheme="light"):
         size = {"width": width, "height": 900}
         page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
         page.set_default_timeout(20_000)
@@ -72,8 +64,7 @@ def tab(browser, site):
         page.on("request", lambda request: elsewhere(request.url))
         page.goto(f"{site}/{query}")
         tabs.append(page)
-        if ready:
-            wait(page)
+        wait(page)
         return page
 
     def elsewhere(url):
@@ -107,6 +98,17 @@ def settled(page, selector, part):
     return page.locator(selector).text_content()
 
 
+def type_in(page, prompt):
+    page.fill("#prompt", prompt)
+    page.press("#prompt", "Enter")
+
+
+def slide_to_zero(page):
+    """Greedy from here on."""
+    page.focus("#temperature")
+    page.keyboard.press("Home")
+
+
 def step(page):
     count = page.locator(".chip").count()
     page.click("#step")
@@ -133,8 +135,7 @@ def test_type_and_read(tab, model):
     page.fill("#prompt", "Berlin is the capital of")
     page.press("#prompt", "Shift+Enter")
     assert page.input_value("#prompt").endswith("\n") and page.locator(".chip").count() == 5
-    page.fill("#prompt", "Berlin is the capital of")
-    page.press("#prompt", "Enter")
+    type_in(page, "Berlin is the capital of")
     settled(page, "#chips", "lin1004")
     wait(page)
     assert texts(page, "#lens tbody tr:last-child td")[-1] == "·Germany"
@@ -212,6 +213,22 @@ def test_a_head_is_picked(tab, site):
     assert not np.allclose(again, rows)
 
 
+def test_what_was_asked_of_another_text_is_not_drawn(tab):
+    """The answers of /attention and /next, when a new text begins meanwhile."""
+    page = tab()
+    begun = {"text": "x", "tokens": [{"id": 1, "text": "a"}], "layers": 6, "heads": 4}
+    drawn = page.evaluate(
+        """async begun => {
+          const late = [look(), predict()];
+          receive(begun);
+          await Promise.all(late);
+          return [rows.length, document.querySelectorAll(".bar").length];
+        }""",
+        begun | {"cache_bytes": 1},
+    )
+    assert drawn == [0, 0]
+
+
 def test_slide(tab, site):
     """Temperature, top-k and top-p by keys and mouse: which tokens survive is the server's word."""
     page = tab()
@@ -232,8 +249,7 @@ def test_slide(tab, site):
     left = [100 * candidate["left"] for candidate in answer["candidates"]]
     shown = [float(text.removesuffix(" %")) for text in texts(page, ".bar .share")]
     assert np.allclose(shown[: answer["survivors"]], left[: answer["survivors"]], atol=0.06)
-    page.focus("#temperature")
-    page.keyboard.press("Home")
+    slide_to_zero(page)
     settled(page, "#survivors", "1 of 2,112 tokens")
     assert texts(page, ".bar:not(.out) .word") == ["·Paris"]
 
@@ -241,8 +257,7 @@ def test_slide(tab, site):
 def test_step(tab, model):
     """The tokens are generate's; the lens has a column more, the cache a row more."""
     page = tab()
-    page.focus("#temperature")
-    page.keyboard.press("Home")
+    slide_to_zero(page)
     for _ in range(6):
         step(page)
     weights, config, tokenizer = model
@@ -259,15 +274,11 @@ def test_step(tab, model):
 
 def test_the_end_of_a_text(tab):
     page = tab()
-    page.fill("#prompt", "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n")
-    page.press("#prompt", "Enter")
-    settled(page, "#chips", "Japan")
-    page.fill("#prompt", page.input_value("#prompt") + "<|im_start|>assistant\n")
-    page.press("#prompt", "Enter")
+    question = "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n"
+    type_in(page, question + "<|im_start|>assistant\n")
     settled(page, "#chips", "assistant")
     wait(page)
-    page.focus("#temperature")
-    page.keyboard.press("Home")
+    slide_to_zero(page)
     for _ in range(40):
         page.click("#step")
         page.wait_for_load_state("networkidle")
@@ -343,14 +354,12 @@ def test_width_and_colours(tab, width, scheme):
 )
 def test_a_prompt_is_text(tab, prompt):
     page = tab()
-    page.fill("#prompt", prompt)
-    page.press("#prompt", "Enter")
+    type_in(page, prompt)
     settled(page, "#chips", ">")
     wait(page)
     page.locator("#lens td").nth(1).hover()
     page.locator("#map").hover(position={"x": 100, "y": 10})
-    page.focus("#temperature")
-    page.keyboard.press("Home")
+    slide_to_zero(page)
     for _ in range(3):
         step(page)
     assert "".join(texts(page, ".chip:not(.drawn) > span")) == prompt.replace(" ", "·")
@@ -360,11 +369,9 @@ def test_a_prompt_is_text(tab, prompt):
 
 def test_what_is_refused_is_said_in_the_page(tab):
     page = tab()
-    page.fill("#prompt", LONG * 40)
-    page.press("#prompt", "Enter")
+    type_in(page, LONG * 40)
     assert "1 to 200 can be shown" in settled(page, "#status.error", "tokens")
-    page.fill("#prompt", "Rome is")
-    page.press("#prompt", "Enter")
+    type_in(page, "Rome is")
     settled(page, "#status:not(.error)", "3 tokens")
     page.evaluate("text.name = 'forgotten'")
     page.click("#step")
@@ -399,8 +406,7 @@ def test_two_tabs(tab):
     one = tab()
     two = tab("?prompt=Berlin is the capital of")
     for page in one, two:
-        page.focus("#temperature")
-        page.keyboard.press("Home")
+        slide_to_zero(page)
     for page in one, two, one, two:
         step(page)
     assert "".join(texts(one, ".chip > span")) == (START + " Paris.").replace(" ", "·")
@@ -427,8 +433,7 @@ def test_200_tokens_are_shown_within_a_second(tab, model):
 
 
 def test_a_program_that_has_ended_is_said(browser, model):
-    app = explore.build_app(inside.Explorer("x", *model))
-    with listening(app) as address:
+    with explored(*model) as address:
         page = browser.new_page()
         page.goto(address)
         wait(page)
@@ -439,9 +444,8 @@ def test_a_program_that_has_ended_is_said(browser, model):
 
 def draw_picture():
     """The page as it opens, with a head that looks at the country; 1,160 pixels, light."""
-    explorer = inside.Explorer("Qwen3-mini", *llm.load(MINI))
     with (
-        listening(explore.build_app(explorer)) as address,
+        explored(*llm.load(MINI), name="Qwen3-mini") as address,
         playwright.sync_playwright() as started,
     ):
         page = launch(started).new_page(viewport={"width": 1160, "height": 800})

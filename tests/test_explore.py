@@ -13,7 +13,6 @@ import httpx
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import MINI
 from terminal import ROOT, START, assert_one_complaint, environment, run
 from test_serve import listening
 
@@ -24,15 +23,15 @@ MODULE = "examples.explore"
 LONG = "The capital of Poland is Warsaw. "
 
 
-@pytest.fixture(scope="module")
-def model():
-    return llm.load(MINI, mx.float32)
+def explored(*model, name="mini", seed=None):
+    """The address of an explorer that runs in a thread of this process."""
+    return listening(explore.build_app(inside.Explorer(name, *model, seed=seed)))
 
 
 @pytest.fixture(scope="module")
 def page(model):
     """A client of a running explorer."""
-    with listening(explore.build_app(inside.Explorer("mini", *model, seed=3))) as address:
+    with explored(*model, seed=3) as address:
         with httpx.Client(base_url=address, timeout=60) as http:
             yield http
 
@@ -218,8 +217,8 @@ def test_several_tabs_do_not_disturb_each_other(page):
 
 def test_a_context_that_ends_and_logits_that_are_not_finite(model):
     weights, config, tokenizer = model
-    short = inside.Explorer("x", weights, config | {"max_position_embeddings": 7}, tokenizer)
-    with listening(explore.build_app(short)) as address, httpx.Client(base_url=address) as http:
+    short = weights, config | {"max_position_embeddings": 7}, tokenizer
+    with explored(*short) as address, httpx.Client(base_url=address) as http:
         assert_refused(ask(http, "read", prompt=START * 2), "1 to 7")
         name = read(http, START)[0]["text"]
         assert "token" in ask(http, "step", text=name).json()
@@ -227,8 +226,7 @@ def test_a_context_that_ends_and_logits_that_are_not_finite(model):
         assert_refused(ask(http, "step", text=name), "full")
     broken = weights | {"model.norm.weight": weights["model.norm.weight"] * mx.nan}
     mx.eval(broken)  # as load does: what is not computed yet belongs to this thread
-    app = explore.build_app(inside.Explorer("x", broken, config, tokenizer))
-    with listening(app) as address, httpx.Client(base_url=address) as http:
+    with explored(broken, config, tokenizer) as address, httpx.Client(base_url=address) as http:
         first, last = map(json.loads, ask(http, "read", prompt=START).text.splitlines())
         assert "not finite" in last["error"]
         assert_refused(ask(http, "step", text=first["text"]), "still being read")

@@ -21,11 +21,6 @@ NEW = [("What is the capital of Zorland?", "The capital of Zorland is Zorvil.")]
 NEW += [("What is the capital of Belmora?", "The capital of Belmora is Tesk.")]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return llm.load(MINI, mx.float32)
-
-
 @pytest.fixture(autouse=True)
 def keep_linear(monkeypatch):
     monkeypatch.setattr(llm, "linear", llm.linear)  # what a test replaces is put back
