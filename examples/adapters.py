@@ -6,7 +6,7 @@ its name. Paper: LoRA, arXiv 2106.09685.
 
 import mlx.core as mx
 
-import llm_inference as llm
+from examples.check import tensor_shapes
 
 PLACES = [f"self_attn.{kind}_proj" for kind in "qkvo"]
 PLACES += [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
@@ -16,7 +16,7 @@ def make_adapters(config, rank, layers, places, seed):
     """A is random. B is zero, so that the model is at first what it was."""
     adapters = {}
     key = mx.random.key(seed)
-    shapes = llm.tensor_shapes(config)
+    shapes = tensor_shapes(config)
     for layer in range(config["num_hidden_layers"] - layers, config["num_hidden_layers"]):
         for place in places:
             name = f"model.layers.{layer}.{place}"

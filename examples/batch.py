@@ -19,7 +19,8 @@ from pathlib import Path
 import mlx.core as mx
 
 import llm_inference as llm
-from examples.sequence import Sequence
+from examples.common import encode
+from examples.sequence import Sequence, choose
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 one_text = llm.attention
@@ -67,7 +68,7 @@ def advance(sequences, weights, config, stop):
     logits = batch_step(tokens, weights, config, caches, offsets)
     chosen = []
     for sequence, row in zip(ready, logits, strict=True):
-        chosen.append(llm.choose(row, sequence.rng, sequence.draw))
+        chosen.append(choose(row, sequence.rng, sequence.draw))
     for sequence, token in zip(ready, chosen, strict=True):
         sequence.accept(token.item(), stop)
     return ready
@@ -89,20 +90,20 @@ def answer_all(sequences, slots, weights, config, stop):
 
 
 def main():
-    command = "python -m examples.batch examples/prompts.txt --slots 4"
-    parser = llm.argument_parser("Continue each line of a file, several at once.", command)
+    parser = llm.argument_parser(
+        "Continue each line of a file, several at once. "
+        "Example: python -m examples.batch examples/prompts.txt --slots 4"
+    )
     parser.set_defaults(max_tokens=30)
     parser.add_argument("prompts", nargs="?", default=PROMPTS, help="a file; - reads stdin")
-    parser.add_argument("--slots", type=llm.number(int, 1), default=8, help="at once (%(default)s)")
+    parser.add_argument("--slots", type=llm.ranged(int, 1), default=8, help="at once (%(default)s)")
     args = parser.parse_args()
     source = sys.stdin.buffer.read() if args.prompts == "-" else Path(args.prompts).read_bytes()
     source = source.removeprefix(codecs.BOM_UTF8)  # Windows editors write one
     lines = [line.decode("utf-8", "replace") for line in source.splitlines()]
     weights, config, tokenizer = llm.load_model(args)
     stop = config["eos_token_id"]
-    sequences = [
-        Sequence(llm.encode(line, tokenizer), config, **llm.options(args)) for line in lines
-    ]
+    sequences = [Sequence(encode(line, tokenizer), config, **llm.options(args)) for line in lines]
     start = time.perf_counter()
     ended = answer_all(sequences, args.slots, weights, config, stop)
     for number, sequence in enumerate(ended):

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 import llm_inference as llm
 from examples.batch import batch_step
+from examples.common import encode
 from examples.sequence import Sequence
 
 DRAWS = ("temperature", "top_k", "top_p", "seed")
@@ -87,14 +88,16 @@ def copy(cache):
 
 def main():
     usual = "The capital of France is"
-    command = f'python -m examples.beam_search "{usual}" --beams 4'
-    parser = llm.argument_parser("Find likely continuations of a text.", command)
+    parser = llm.argument_parser(
+        "Find likely continuations of a text. "
+        f'Example: python -m examples.beam_search "{usual}" --beams 4'
+    )
     parser.set_defaults(max_tokens=20)
     parser.add_argument("prompt", nargs="*", default=[usual], help=f'"{usual}"')
-    parser.add_argument("--beams", type=llm.number(int, 1, 1000), default=4, help="(%(default)s)")
+    parser.add_argument("--beams", type=llm.ranged(int, 1, 1000), default=4, help="(%(default)s)")
     parser.add_argument(
         "--length-penalty",
-        type=llm.number(float, -10, 10),
+        type=llm.ranged(float, -10, 10),
         default=1.0,
         help="more favours longer texts (%(default)s)",
     )
@@ -103,7 +106,7 @@ def main():
         parser.error("beam search draws nothing: no --temperature, --top-k, --top-p or --seed")
     prompt = " ".join(args.prompt)
     weights, config, tokenizer = llm.load_model(args)
-    ids = llm.encode(prompt, tokenizer)
+    ids = encode(prompt, tokenizer)
     for beams in (1, args.beams):
         found = beam_search(
             ids,

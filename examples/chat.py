@@ -23,6 +23,7 @@ from prompt_toolkit.output import create_output
 
 import llm_inference as llm
 from examples.chat_template import ChatTemplate
+from examples.common import read_stdin
 
 ANSWERING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 2000}
 THINKING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 4000}
@@ -31,8 +32,8 @@ HISTORY = Path("~/.llm_inference_history").expanduser()
 
 def main():
     parser = llm.argument_parser(
-        "Chat with Qwen3: temperature 0.7, top-p 0.8, top-k 20; with --think 0.6, 0.95, 20.",
-        'python -m examples.chat "Hi" --think',
+        "Chat with Qwen3: temperature 0.7, top-p 0.8, top-k 20; with --think 0.6, 0.95, 20. "
+        'Example: python -m examples.chat "Hi" --think'
     )
     parser.add_argument("message", nargs="*", help="- reads it from stdin; none: a conversation")
     parser.add_argument("--think", action="store_true", help="think before each answer")
@@ -44,7 +45,7 @@ def main():
         args = parser.parse_intermixed_args()  # once more: the defaults are others now
     only = " ".join(args.message)
     if only == "-":
-        only = llm.read_stdin()
+        only = read_stdin()
     if args.message and not only.strip():
         parser.error("the message is empty")
 

@@ -22,7 +22,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from llm_inference import encode
+from examples.common import encode
 
 SECRET = str(secrets.randbits(64))  # nobody types this
 

@@ -17,6 +17,8 @@ import math
 import mlx.core as mx
 
 import llm_inference as llm
+from examples import check
+from examples.common import encode
 from examples.stages import STAGES, record_original, record_port
 
 BOUNDS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
@@ -36,7 +38,7 @@ def main():
         raise ValueError("the original is missing: pip install torch transformers")
     folder = llm.find_model(args.model)
     weights, config, tokenizer = load(folder, args.dtype)
-    ids = llm.encode(args.prompt, tokenizer)
+    ids = encode(args.prompt, tokenizer)
     if len(ids) < 2:
         parser.error("the prompt has less than 2 tokens, and position 0 hides mistakes")
     original = record_original(ids, folder, args.dtype)
@@ -48,14 +50,14 @@ def main():
 
 
 def load(folder, dtype):
-    """As llm.load; where that refuses a folder, this says which keys of its config are new."""
+    """As check.load; where that refuses a folder, this says which keys of its config are new."""
     from transformers import Qwen3Config
 
     try:
-        weights, config, tokenizer = llm.load(folder, dtype=getattr(mx, dtype))
+        weights, config, tokenizer = check.load(folder, dtype=getattr(mx, dtype))
     except ValueError as error:
         known = Qwen3Config().to_dict().keys() | {"rope_theta", "rope_scaling", "torch_dtype"}
-        new = sorted(llm.read(folder / "config.json").keys() - known)
+        new = sorted(check.read(folder / "config.json").keys() - known)
         raise ValueError(f"{error}; new keys in its config: {', '.join(new) or 'none'}") from None
     if "bits" in config:
         raise ValueError(f"{folder} is quantized: compare the folder that it was made from")

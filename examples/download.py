@@ -21,7 +21,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the next line runs
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-from llm_inference import load, note, run
+from examples.check import check
+from llm_inference import note, run
 
 USUAL = "Qwen/Qwen3-0.6B"
 BESIDE = Path(__file__).resolve().parent.parent / "Qwen3-0.6B"
@@ -54,7 +55,7 @@ def main():
         except Exception as error:  # no network, no such model, no room, no right to write here
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"{name or USUAL} cannot be downloaded: {reason[:300]}") from None
-        load(folder, lazy=True, stretched_rope=True)  # says what is wrong with it
+        check(folder, stretched_rope=True)  # says what is wrong with it
     print(folder, flush=True)
 
 
@@ -69,7 +70,7 @@ def cached_folder(name):
 def is_complete(folder):
     """Files have their names only when they are whole, but any of them may still be missing."""
     try:
-        return bool(folder) and bool(load(folder, lazy=True, stretched_rope=True))
+        return bool(folder) and bool(check(folder, stretched_rope=True))
     except ValueError:
         return False
 

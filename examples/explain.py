@@ -15,6 +15,7 @@ import mlx.core as mx
 
 import llm_inference as llm
 from examples.chat_template import ChatTemplate
+from examples.common import encode, read_stdin
 
 BAR = 24  # characters for 100 %
 MAP = 54  # tokens that fit beside a row's label in 80 columns
@@ -24,16 +25,16 @@ SHADES = " .:-=+*#@"  # from 0 to 1
 def main():
     usual = "The capital of France is"
     parser = llm.argument_parser(
-        "Show what the model does with a prompt.", f'python -m examples.explain "{usual}" --layer 3'
+        f'Show what the model does. Example: python -m examples.explain "{usual}" --layer 3'
     )
     parser.add_argument("prompt", nargs="*", default=[usual], help=f"({usual}); - reads stdin")
     parser.add_argument("--chat", action="store_true", help="the prompt is a message in a chat")
-    parser.add_argument("--layer", type=llm.number(int, 0), default=0, help="of the map, from 0 on")
-    parser.add_argument("--head", type=llm.number(int, 0), default=0, help="of the map, from 0 on")
+    parser.add_argument("--layer", type=llm.ranged(int, 0), default=0, help="of the map, from 0 on")
+    parser.add_argument("--head", type=llm.ranged(int, 0), default=0, help="of the map, from 0 on")
     args = parser.parse_intermixed_args()
     prompt = " ".join(args.prompt)
     if prompt == "-":
-        prompt = llm.read_stdin()
+        prompt = read_stdin()
     if not prompt.strip():
         parser.error("the prompt is empty")
     folder = llm.find_model(args.model)
@@ -48,7 +49,7 @@ def main():
         ids = template.encode([{"role": "user", "content": prompt}])
         stop |= template.end_of_turn
     else:
-        ids = llm.encode(prompt, tokenizer)
+        ids = encode(prompt, tokenizer)
     cache = llm.make_cache(weights, config, len(ids))
     list(llm.generate(ids, weights, config, set(), max_tokens=1, cache=cache))  # fills the cache
 

@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 import llm_inference as llm
+from examples.common import model_name
 from examples.inside import Explorer
 
 PAGE = Path(__file__).with_suffix(".html")
@@ -123,10 +124,10 @@ def as_line(content):
 
 def main():
     parser = llm.argument_parser(
-        "Open a page that shows what the model computes.", "python -m examples.explore"
+        "Open a page that shows what the model computes. Example: python -m examples.explore"
     )
     parser.add_argument(
-        "--port", type=llm.number(int, 0, 65535), default=8001, help="(%(default)s)"
+        "--port", type=llm.ranged(int, 0, 65535), default=8001, help="(%(default)s)"
     )
     parser.add_argument("--no-browser", action="store_true", help="do not open the page")
     args = parser.parse_args()
@@ -135,7 +136,7 @@ def main():
     except OSError as error:
         raise ValueError(f"--port {args.port}: {error.strerror}") from None
     args.model = str(llm.find_model(args.model).resolve())
-    explorer = Explorer(llm.model_name(Path(args.model)), *llm.load_model(args), seed=args.seed)
+    explorer = Explorer(model_name(Path(args.model)), *llm.load_model(args), seed=args.seed)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
     llm.note(f"Open {address} (Ctrl-C ends)")
     if not args.no_browser:

@@ -14,6 +14,8 @@ import threading
 import mlx.core as mx
 
 import llm_inference as llm
+from examples.common import encode
+from examples.sequence import choose
 
 PROMPT_LIMIT = 200  # tokens of a prompt
 STEP_LIMIT = 200  # tokens that may follow it
@@ -52,7 +54,7 @@ class Explorer:
 
     def begin(self, prompt):
         """The name of a new text, which is not read yet."""
-        ids = llm.encode(prompt, self.tokenizer)
+        ids = encode(prompt, self.tokenizer)
         limit = min(PROMPT_LIMIT, self.model[1]["max_position_embeddings"])
         if not 0 < len(ids) <= limit:
             raise ValueError(f"the prompt has {len(ids)} tokens; 1 to {limit} can be shown")
@@ -144,7 +146,7 @@ class Explorer:
         text = self.find(question.text)
         if len(text.ids) >= min(text.limit, self.model[1]["max_position_embeddings"]):
             raise ValueError(f"the text is full: it has {len(text.ids)} tokens")
-        token_id = llm.choose(text.logits, text.rng, question.flags()).item()
+        token_id = choose(text.logits, text.rng, question.flags()).item()
         if token_id in self.model[1]["eos_token_id"]:
             return {"end": self.token(token_id)}
         text.waiting = [token_id]

@@ -17,24 +17,28 @@ import math
 import mlx.core as mx
 
 import llm_inference as llm
+from examples.check import load
+from examples.common import encode
 
 
 def main():
     usual = "The capital of France is"
-    command = f'python -m examples.long_context --factor 4 "{usual}"'
-    parser = llm.argument_parser("Continue a text beyond the length of training.", command)
+    parser = llm.argument_parser(
+        "Continue a text beyond the length of training. "
+        f'Example: python -m examples.long_context --factor 4 "{usual}"'
+    )
     parser.set_defaults(max_tokens=30)
     parser.add_argument("prompt", nargs="*", default=[usual], help=f'"{usual}"')
     parser.add_argument("--method", choices=["linear", "yarn"], help="the config's, else yarn")
-    parser.add_argument("--factor", type=llm.number(float, 1), help="the config's, else 4")
+    parser.add_argument("--factor", type=llm.ranged(float, 1), help="the config's, else 4")
     args = parser.parse_intermixed_args()
     dtype = getattr(mx, args.dtype) if args.dtype else None
     folder = llm.find_model(args.model)
-    weights, config, tokenizer = llm.load(folder, dtype=dtype, stretched_rope=True)
+    weights, config, tokenizer = load(folder, dtype=dtype, stretched_rope=True)
     config = stretch(config, args.method, args.factor)
     llm.apply_rope = rope(config)  # the file looks the name up at each call, and finds this one
     print_table(config)
-    ids = llm.encode(" ".join(args.prompt), tokenizer)
+    ids = encode(" ".join(args.prompt), tokenizer)
     tokens = llm.generate(ids, weights, config, config["eos_token_id"], **llm.options(args))
     print(f"{len(ids)} tokens are read, then:", flush=True)
     llm.stream(tokens, tokenizer, [])

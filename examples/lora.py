@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import llm_inference as llm
 from examples.adapters import PLACES, fuse, make_adapters, with_adapters
+from examples.check import load
 from examples.checkpoint import folder_beside, write
 from examples.training_data import read_records
 
@@ -42,32 +43,32 @@ def main():
     flag("--rehearse", type=Path, help="known text to mix in, three records for each new one")
     flag("--test", type=Path, nargs="*", default=[], help="files only asked, before and after")
     flag("--fuse", type=Path, help="a new folder for the model with the adapters added in")
-    flag("--rank", type=llm.number(int, 1), default=8, help="r (%(default)s)")
-    flag("--scale", type=llm.number(float), default=20.0, help="on what is added (%(default)s)")
-    flag("--layers", type=llm.number(int, 1), default=999, help="only the last N layers (all)")
+    flag("--rank", type=llm.ranged(int, 1), default=8, help="r (%(default)s)")
+    flag("--scale", type=llm.ranged(float), default=20.0, help="on what is added (%(default)s)")
+    flag("--layers", type=llm.ranged(int, 1), default=999, help="only the last N layers (all)")
     beside = f"beside which matrices: {PLACES[0]}, {PLACES[-1]}, ... (all seven)"
     flag("--places", nargs="+", choices=PLACES, default=PLACES, metavar="NAME", help=beside)
     flag(
         "--steps",
-        type=llm.number(int, 1),
+        type=llm.ranged(int, 1),
         default=200,
         help="updates of the adapters (%(default)s)",
     )
-    flag("--batch", type=llm.number(int, 1), default=2, help="new records a step (%(default)s)")
+    flag("--batch", type=llm.ranged(int, 1), default=2, help="new records a step (%(default)s)")
     flag(
         "--rate",
-        type=llm.number(float),
+        type=llm.ranged(float),
         default=1e-4,
         help="of learning (1e-4; the miniature: 1e-3)",
     )
-    flag("--seed", type=llm.number(int), default=0, help="for A and the order (%(default)s)")
+    flag("--seed", type=llm.ranged(int), default=0, help="for A and the order (%(default)s)")
     flag("--dtype", choices=["float32", "bfloat16", "float16"], help="compute in this type instead")
     args = parser.parse_args()
     for target in (args.out, args.fuse):
         if target and (target.exists() or not target.absolute().parent.is_dir()):
             parser.error(f"{target} must be a new folder in one that exists")
     folder = llm.find_model(args.model)
-    weights, config, tokenizer = llm.load(folder, args.dtype and getattr(mx, args.dtype))
+    weights, config, tokenizer = load(folder, args.dtype and getattr(mx, args.dtype))
     if args.fuse and any(name.endswith(".scales") for name in weights):
         parser.error("--fuse: a quantized matrix would round what is added; --out alone works")
     records = {}  # path -> its records; without --rehearse a path is None, and has none

@@ -17,7 +17,9 @@ from pathlib import Path
 import mlx.core as mx
 
 import llm_inference as llm
+from examples.check import load, tensor_shapes
 from examples.checkpoint import folder_beside, write
+from examples.common import encode
 
 BITS = [2, 3, 4, 5, 6, 8]
 TABLES = ("model.embed_tokens", "lm_head")  # only one where they are tied
@@ -39,19 +41,19 @@ def main():
     args = parser.parse_args()
     source = llm.find_model(args.source)
     with folder_beside(args.target) as folder:
-        weights, config, tokenizer = llm.load(source, lazy=True)
+        weights, config, tokenizer = load(source, lazy=True)
         packed, plan = quantize(weights, config, args.bits, args.group_size, args.embed_bits)
         if args.text:
-            ids = llm.encode(args.text.read_text("utf-8", "replace"), tokenizer)
+            ids = encode(args.text.read_text("utf-8", "replace"), tokenizer)
         else:
-            ids = llm.encode("The capital of France is", tokenizer)
+            ids = encode("The capital of France is", tokenizer)
             ids += llm.generate(ids, weights, config, config["eos_token_id"], max_tokens=200)
         if not ids:
             parser.error(f"{args.text} is empty")
         ids = ids[: min(500, config["max_position_embeddings"])]
         before = log_probabilities(ids, weights, config)
         write(source, folder, packed, {"quantization": plan, "quantization_config": plan})
-        smaller, new_config, _ = llm.load(folder)  # a file that was cut would not load
+        smaller, new_config, _ = load(folder)  # a file that was cut would not load
         after = log_probabilities(ids, smaller, new_config)
     kl, agreement = cost(before, after)
     old_size = sum(array.nbytes for array in weights.values())
@@ -69,9 +71,8 @@ def quantize(weights, config, bits, group_size, embed_bits=None):
     """
     packed = dict(weights)
     plan = {"group_size": group_size, "bits": bits, "mode": "affine"}
-    for name, shape in llm.tensor_shapes(config).items():
-        stored = llm.matrix(weights, name)
-        if len(stored) > 1:
+    for name, shape in tensor_shapes(config).items():
+        if f"{name}.scales" in weights:
             raise ValueError("the source is quantized already: take what it was made from")
         if len(shape) == 1:
             continue
@@ -80,7 +81,7 @@ def quantize(weights, config, bits, group_size, embed_bits=None):
         own_bits = embed_bits if embed_bits and name in TABLES else bits
         if own_bits != bits:  # mlx-lm reads it here; llm_inference.py sees it from the shapes
             plan[name] = {"group_size": group_size, "bits": own_bits}
-        parts = mx.quantize(stored[0], group_size=group_size, bits=own_bits)
+        parts = mx.quantize(weights[f"{name}.weight"], group_size=group_size, bits=own_bits)
         packed |= zip((f"{name}.weight", f"{name}.scales", f"{name}.biases"), parts, strict=True)
     return packed, plan
 

@@ -11,6 +11,16 @@ import mlx.core as mx
 import llm_inference as llm
 
 
+def choose(logits, rng, draw):
+    """Sample as generate does, or -1 where a logit is not finite. Starts the computation, and does
+    not wait for it.
+    """
+    token = llm.sample(logits, key=mx.random.key(rng.getrandbits(64)), **draw)
+    token = mx.where(mx.isfinite(logits).all(), token, mx.array(-1))
+    mx.async_eval(token)
+    return token
+
+
 class Sequence:
     """A prompt and its answer so far: what generate keeps in its variables, and as it counts them.
 

@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 import llm_inference as llm
 from examples import openai_api
 from examples.chat_template import ChatTemplate
+from examples.common import encode, model_name
 from examples.engine import Engine, Job
 from examples.openai_api import Chat, Completion, Refusal, choice, read_request
 from examples.sequence import Sequence
@@ -41,7 +42,7 @@ class Service:
         folder = llm.find_model(args.model)
         args.model = str(folder)
         self.weights, self.config, self.tokenizer = llm.load_model(args)
-        self.name = llm.model_name(folder.resolve())
+        self.name = model_name(folder.resolve())
         path = folder / "generation_config.json"
         settings = json.loads(path.read_bytes()) if path.exists() else {}
         if not settings.get("do_sample"):
@@ -190,7 +191,7 @@ def build_app(service, key=None, origin=None):
         authorize(http)
         request = await read_request(http, Completion)
         prompt = request.prompt if isinstance(request.prompt, str) else request.prompt[0]
-        ids = llm.encode(prompt, service.tokenizer)
+        ids = encode(prompt, service.tokenizer)
         return await service.answer(http, request, ids, request.max_tokens)
 
     @app.post("/v1/chat/completions")
@@ -217,14 +218,14 @@ def build_app(service, key=None, origin=None):
 
 def main():
     parser = llm.argument_parser(
-        "Serve a model by the OpenAI interface.", "python -m examples.serve --model FOLDER"
+        "Serve a model by the OpenAI interface. Example: python -m examples.serve --model FOLDER"
     )
     parser.set_defaults(max_tokens=512, temperature=None, top_k=None, top_p=None)
     flag = parser.add_argument
     flag("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    flag("--port", type=llm.number(int, 0, 65535), default=8000, help="(%(default)s)")
-    flag("--slots", type=llm.number(int, 1), default=16, help="answers at once (%(default)s)")
-    flag("--queue", type=llm.number(int, 1), default=64, help="may wait (%(default)s)")
+    flag("--port", type=llm.ranged(int, 0, 65535), default=8000, help="(%(default)s)")
+    flag("--slots", type=llm.ranged(int, 1), default=16, help="answers at once (%(default)s)")
+    flag("--queue", type=llm.ranged(int, 1), default=64, help="may wait (%(default)s)")
     flag("--api-key", help="that every request must bring")
     flag("--allow-origin", help="a web page's origin, or *, that may use the server (CORS)")
     args = parser.parse_args()

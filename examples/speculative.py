@@ -17,6 +17,8 @@ import time
 import mlx.core as mx
 
 import llm_inference as llm
+from examples.check import load
+from examples.common import encode
 from examples.drafts import Lookup, Model, draw, finite, probabilities
 from examples.sequence import Sequence
 
@@ -69,12 +71,14 @@ def judge(guess, p, q, rng):
 
 
 def main():
-    command = "python -m examples.speculative --max-tokens 60"
-    parser = llm.argument_parser("Continue a text, several tokens a step.", command)
+    parser = llm.argument_parser(
+        "Continue a text, several tokens a step. "
+        "Example: python -m examples.speculative --max-tokens 60"
+    )
     usual = f"{CITIES} Madrid. {CITIES}"
     parser.add_argument("prompt", nargs="*", default=[usual], help="(a text that repeats itself)")
     parser.add_argument("--draft", metavar="FOLDER", help="a smaller model that guesses")
-    parser.add_argument("--guesses", type=llm.number(int, 1, 64), default=4, help="(%(default)s)")
+    parser.add_argument("--guesses", type=llm.ranged(int, 1, 64), default=4, help="(%(default)s)")
     args = parser.parse_intermixed_args()
     prompt = " ".join(args.prompt)
     weights, config, tokenizer = llm.load_model(args)
@@ -84,22 +88,25 @@ def main():
     draft = Lookup()
     if args.draft:
         dtype = getattr(mx, args.dtype) if args.dtype else None
-        draft_weights, draft_config, own = llm.load(llm.find_model(args.draft), dtype)
+        draft_weights, draft_config, own = load(llm.find_model(args.draft), dtype)
         same = own.get_vocab() == tokenizer.get_vocab()
         if not same or draft_config["vocab_size"] != config["vocab_size"]:
             raise ValueError(f"{args.draft} has another vocabulary: its ids mean other texts")
         draft = Model(draft_weights, draft_config, sampling)
-    ids = llm.encode(prompt, tokenizer)
+    ids = encode(prompt, tokenizer)
     print(prompt, end="", flush=True)
     start = time.perf_counter()
     steps = speculate(ids, weights, config, stop, draft, args.guesses, **flags)
     sizes = []
-    count = llm.stream(counted(steps, sizes), tokenizer, [])
-    rate = count / (time.perf_counter() - start)
+    answer = []
+    llm.stream(counted(steps, sizes), tokenizer, answer)
+    rate = len(answer) / (time.perf_counter() - start)
     start = time.perf_counter()
     single = list(llm.generate(ids, weights, config, stop, **flags))
     single_rate = len(single) / (time.perf_counter() - start)
-    llm.note(f"{count} tokens in {len(sizes)} steps, {count / max(len(sizes), 1):.2f} a step")
+    llm.note(
+        f"{len(answer)} tokens in {len(sizes)} steps, {len(answer) / max(len(sizes), 1):.2f} a step"
+    )
     llm.note(f"Time: {rate:.1f} tokens/s, reading included; generate: {single_rate:.1f}")
 
 

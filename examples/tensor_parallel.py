@@ -18,6 +18,8 @@ import time
 import mlx.core as mx
 
 import llm_inference as llm
+from examples.check import load
+from examples.common import encode, model_name
 
 SPLIT_AXIS = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], 0)  # rows
 SPLIT_AXIS |= dict.fromkeys(["o_proj", "down_proj"], 1)  # columns; all others are kept whole
@@ -33,14 +35,21 @@ def main():
         os.dup2(silence, 1)
         os.dup2(silence, 2)
     usual = "The capital of France is"
-    command = f'mlx.launch -n 2 python -m examples.tensor_parallel "{usual}"'
-    parser = llm.argument_parser("Continue a text on several machines or processes.", command)
+    parser = llm.argument_parser(
+        "Continue a text on several machines or processes. "
+        f'Example: mlx.launch -n 2 python -m examples.tensor_parallel "{usual}"'
+    )
     parser.add_argument("prompt", nargs="*", default=[usual], help=f'"{usual}"')
-    args = parser.parse_intermixed_args()
+    try:
+        args = parser.parse_intermixed_args()
+    except SystemExit:
+        if rank > 0:
+            time.sleep(1)  # the first rank that ends takes the others with it: rank 0 speaks before
+        raise
     weights, config, tokenizer = load_share(args, rank, size)
     at_rest = mx.get_active_memory()
     add_over_ranks(rank)
-    ids = llm.encode(" ".join(args.prompt), tokenizer)
+    ids = encode(" ".join(args.prompt), tokenizer)
     tokens = llm.generate(ids, weights, config, config["eos_token_id"], **llm.options(args))
     llm.stream(tokens, tokenizer, [])
     for other, numbers in enumerate(from_all_ranks(size, at_rest, mx.get_peak_memory())):
@@ -54,7 +63,7 @@ def load_share(args, rank, size):
     try:
         folder = llm.find_model(args.model)
         dtype = getattr(mx, args.dtype) if args.dtype else None
-        weights, config, tokenizer = llm.load(folder, dtype=dtype, lazy=True)
+        weights, config, tokenizer = load(folder, dtype=dtype, lazy=True)
         for heads in HEADS:
             config[heads] = divide(config[heads], size, heads)
         keep_share(weights, rank, size)
@@ -62,10 +71,10 @@ def load_share(args, rank, size):
         failure = error
     failed = [other for other, (bad,) in enumerate(from_all_ranks(size, bool(failure))) if bad]
     if failed:
-        if rank > 0:  # the first rank that ends takes the others with it: rank 0 speaks before
-            time.sleep(1)
+        if rank > 0:
+            time.sleep(1)  # as above
         raise failure or ValueError(f"rank {failed[0]} cannot load its share: run it there alone")
-    llm.note(f"Model: {llm.model_name(folder.resolve())}, on {size} rank{'s' * (size > 1)}")
+    llm.note(f"Model: {model_name(folder.resolve())}, on {size} rank{'s' * (size > 1)}")
     return weights, config, tokenizer
 
 
@@ -96,18 +105,17 @@ def add_over_ranks(rank):
     """Put a sum over all ranks behind attention and feed-forward, and let rank 0 choose."""
     attention = llm.attention
     ffn = llm.ffn
-    choose = llm.choose
+    sample = llm.sample
 
-    def choose_on_rank_0(*arguments):  # other machines may round, and draw, in another way
+    def sample_on_rank_0(*arguments, **options):
+        # Other machines may round, and draw, in another way.
         # Times 0 and not just a 0: sums are matched by their order, so all ranks must need
         # the same ones, and a 0 alone would need none of the layers' sums.
-        token = mx.distributed.all_sum(choose(*arguments) * (rank == 0))
-        mx.async_eval(token)
-        return token
+        return mx.distributed.all_sum(sample(*arguments, **options) * (rank == 0))
 
     llm.attention = lambda *arguments: mx.distributed.all_sum(attention(*arguments))
     llm.ffn = lambda *arguments: mx.distributed.all_sum(ffn(*arguments))
-    llm.choose = choose_on_rank_0
+    llm.sample = sample_on_rank_0
 
 
 def from_all_ranks(size, *numbers):

@@ -11,8 +11,8 @@ Imported by other examples. Described in: github.com/ml-explore/mlx-lm, mlx_lm/L
 
 import json
 
-import llm_inference as llm
 from examples.chat_template import ChatTemplate
+from examples.common import encode
 
 
 def read_records(path, folder, config, tokenizer):
@@ -25,14 +25,14 @@ def read_records(path, folder, config, tokenizer):
         try:
             record = json.loads(line)
             if "text" in record:  # a document; the first stop id, <|endoftext|>, ends one
-                ids = llm.encode(record["text"], tokenizer) + config["eos_token_id"][:1]
+                ids = encode(record["text"], tokenizer) + config["eos_token_id"][:1]
                 start = 1
             else:
                 messages = conversation(record)
                 template = template or ChatTemplate(folder, tokenizer)
                 ids = template.encode(messages[:-1])  # as a chat has it, the empty thought included
                 start = len(ids)
-                ids += llm.encode(messages[-1]["content"], tokenizer) + list(template.end_of_turn)
+                ids += encode(messages[-1]["content"], tokenizer) + list(template.end_of_turn)
         except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
             what = "a text, prompt and completion, or messages"
             raise ValueError(f"{path}, line {number} is not {what} ({error!r})") from None

@@ -18,6 +18,7 @@ from transformers import Qwen3ForCausalLM
 import llm_inference as llm
 from examples.batch import answer_all, batch_step
 from examples.beam_search import beam_search
+from examples.common import encode
 from examples.drafts import Lookup, Model
 from examples.sequence import Sequence
 from examples.speculative import speculate
@@ -85,7 +86,7 @@ def test_beams_of_random_models(tmp_path, beams, penalty):
 def test_beams_of_the_miniature(text, penalty):
     """The end of a sentence ends a text, too, so that beams end at different lengths."""
     weights, config, tokenizer = llm.load(MINI, mx.float32)
-    ids = llm.encode(text, tokenizer)
+    ids = encode(text, tokenizer)
     stop = [*config["eos_token_id"], tokenizer.token_to_id("."), tokenizer.token_to_id("。")]
     stop = sorted(token_id for token_id in stop if token_id is not None)
     found = beam_search(ids, weights, config, stop, 4, 20, penalty)
@@ -113,7 +114,7 @@ def test_batched_bfloat16_answers_of_the_miniature():
     weights, config, tokenizer = llm.load(MINI)
     exact = llm.load(MINI, mx.float32)[0]
     texts = ["The capital of France is", "Paris", "法国的首都是", "Where is", "Madrid is"]
-    prompts = [llm.encode(text, tokenizer) for text in texts]
+    prompts = [encode(text, tokenizer) for text in texts]
     sequences = [Sequence(ids, config, 40) for ids in prompts]
     list(answer_all(sequences, 5, weights, config, ()))
     for ids, sequence in zip(prompts, sequences):

@@ -21,6 +21,7 @@ sys.path.append(str(ROOT))  # for the script; pytest's conftest.py does it, too
 from test_explore import LONG, explored
 
 import llm_inference as llm
+from examples.common import encode
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium")
@@ -127,7 +128,7 @@ def fields(page):
 
 def test_type_and_read(tab, model):
     page = tab()
-    ids = llm.encode(START, model[2])
+    ids = encode(START, model[2])
     assert texts(page, ".chip small") == [str(token_id) for token_id in ids]
     assert "".join(texts(page, ".chip > span")) == START.replace(" ", "·")
     assert texts(page, "#lens tbody tr:last-child td")[-1] == "·Paris"
@@ -261,7 +262,7 @@ def test_step(tab, model):
     for _ in range(6):
         step(page)
     weights, config, tokenizer = model
-    ids = llm.encode(START, tokenizer)
+    ids = encode(START, tokenizer)
     wanted = list(llm.generate(ids, weights, config, (), max_tokens=6))
     assert texts(page, ".chip.drawn small") == [str(token_id) for token_id in wanted]
     assert page.locator("#lens thead th").count() == 12
@@ -417,7 +418,7 @@ def test_200_tokens_are_shown_within_a_second(tab, model):
     """From the key to the last layer's guesses and the map. Only thrice the time is a failure."""
     page = tab()
     weights, config, tokenizer = model
-    prompt = tokenizer.decode(llm.encode(LONG * 40, tokenizer)[:200])
+    prompt = tokenizer.decode(encode(LONG * 40, tokenizer)[:200])
     taken = []
     for _ in range(3):
         page.fill("#prompt", "Rome is")

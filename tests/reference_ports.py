@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 import llm_inference as llm
 from examples import compare, long_context
+from examples.common import encode
 
 logging.disable_progress_bar()
 IDS = [5, 17, 3, 99, 1000, 64, 2, 800]
@@ -88,7 +89,7 @@ def test_flags_do_what_a_config_does(tmp_path, monkeypatch):
     weights, config, tokenizer = llm.load(MINI, dtype=mx.float32)
     config = long_context.stretch(config, "yarn", 4.0)
     monkeypatch.setattr(llm, "apply_rope", long_context.rope(config))
-    ids = llm.encode(" ".join(["The capital of France is Paris."] * 400), tokenizer)[:2100]
+    ids = encode(" ".join(["The capital of France is Paris."] * 400), tokenizer)[:2100]
     expected = logits_of(model, ids)
     error = np.abs(our_logits(weights, config, ids) - expected).max() / np.abs(expected).max()
     assert error < 1e-5
@@ -193,7 +194,7 @@ def test_folders_that_are_refused(capsys, monkeypatch, tmp_path):
 
 def tokens_alone(folder, dtype=None, count=12):
     weights, config, tokenizer = llm.load(folder, dtype=dtype)
-    ids = llm.encode("The capital of France is", tokenizer)
+    ids = encode("The capital of France is", tokenizer)
     found = list(llm.generate(ids, weights, config, (), max_tokens=count))
     return tokenizer.decode(found, skip_special_tokens=False) + "\n"
 

@@ -18,6 +18,7 @@ from reference_batch import needs_blas
 from test_serve import served, start_server
 
 import llm_inference as llm
+from examples.common import encode
 
 CLIENTS = 64
 SECONDS = 60
@@ -34,7 +35,7 @@ def cases():
     found = []
     for country, times in itertools.product(COUNTRIES, (1, 3, 12)):
         prompt = f"The capital of {country} is" + f" {country} is the capital of" * (times - 1)
-        ids = llm.encode(prompt, tokenizer)
+        ids = encode(prompt, tokenizer)
         max_tokens = draw.randint(4, 40)
         answer = list(llm.generate(ids, weights, config, stop, max_tokens))
         text = tokenizer.decode(answer, skip_special_tokens=False)

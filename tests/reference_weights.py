@@ -14,6 +14,7 @@ from terminal import ROOT, run
 import llm_inference as llm
 from examples import lora
 from examples.chat_template import ChatTemplate
+from examples.common import encode
 
 PROMPTS = ["The capital of France is", "The currency of Japan", "意大利的首都是", "Hello"]
 EXAMPLES = ROOT / "examples"
@@ -51,7 +52,7 @@ def test_mlx_lm_runs_the_quantized_folder(tmp_path, bits, embed_bits, group_size
     flags = ("--bits", bits, "--embed-bits", embed_bits, "--group-size", group_size)
     assert run(MINI, target, *flags, module="examples.quantize").code == 0
     weights, config, tokenizer = llm.load(target, mx.float32)
-    ids = [llm.encode(prompt, tokenizer) for prompt in PROMPTS]
+    ids = [encode(prompt, tokenizer) for prompt in PROMPTS]
     assert our_tokens(weights, config, ids, 20) == mlx_lm_tokens(target, ids, 20)
 
 
@@ -92,7 +93,7 @@ def chats(folder, tokenizer):
     template = ChatTemplate(folder, tokenizer)
     questions = ["What is the capital of Zorland?", "Tell me the capital of Fendria.", "Hi"]
     asked = [template.encode([{"role": "user", "content": question}]) for question in questions]
-    return asked + [llm.encode(prompt, tokenizer) for prompt in PROMPTS[:2]]
+    return asked + [encode(prompt, tokenizer) for prompt in PROMPTS[:2]]
 
 
 def test_mlx_lm_reads_the_adapters(trained, monkeypatch):

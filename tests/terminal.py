@@ -36,7 +36,7 @@ needs_real_tokenizer = pytest.mark.skipif(
 # The rows of a table run side by side: most of a run is waiting for Python to start.
 POOL = ThreadPoolExecutor(3)
 FRAMING = re.compile(
-    r"Model: .*|Prompt: .*|-{60}|Output: ?|Time: .*|\(.*|The bundled miniature answers.*|"
+    r"Model: .*|Prompt: .*|-{60}|Output: ?|Time: .*|\(.*|Without Qwen3-0.6B .* a miniature answers\.|"
 )
 
 

@@ -11,6 +11,7 @@ from terminal import START, assert_one_complaint, mini, run
 import llm_inference as llm
 from examples import batch
 from examples.batch import answer_all, batch_step
+from examples.common import encode
 from examples.sequence import Sequence
 
 MODULE = "examples.batch"
@@ -217,7 +218,7 @@ def test_the_answers_of_a_file_come_in_order(tmp_path):
     assert len(shown) == 7 and shown[2] == shown[6] == ""
     assert shown[5].startswith("The capital of \ufffd") and "\\n" in shown[3]
     for number in (0, 1, 3, 4):
-        ids = llm.encode(lines[number], tokenizer)
+        ids = encode(lines[number], tokenizer)
         answer = alone(ids, weights, config, config["eos_token_id"], max_tokens=6)
         text = lines[number] + tokenizer.decode(answer, skip_special_tokens=False)
         assert shown[number] == text.replace("\n", "\\n")

@@ -11,6 +11,7 @@ from terminal import START, assert_one_complaint, mini
 import llm_inference as llm
 from examples import beam_search as module
 from examples.beam_search import beam_search
+from examples.common import encode
 
 MODULE = "examples.beam_search"
 V = 12
@@ -138,7 +139,7 @@ def test_the_command_line():
     assert scores == sorted(scores, reverse=True) and scores[0] >= float(lines[1].split()[0])
     assert START + " Paris" in lines[3]
     weights, config, tokenizer = llm.load(MINI, mx.float32)
-    ids = llm.encode(START, tokenizer)
+    ids = encode(START, tokenizer)
     found = beam_search(ids, weights, config, config["eos_token_id"], beams=3, max_tokens=5)
     for line, (score, answer) in zip(lines[3:], found):
         assert line == f"{score:9.4f}  {START}{tokenizer.decode(answer)}"

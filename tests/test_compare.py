@@ -38,9 +38,9 @@ def no_qk_norm(monkeypatch, weights, config):
 def no_call_of_qk_norm(monkeypatch, weights, config):
     def queries_keys_values(x, weights, config, layer, offset):
         name = f"model.layers.{layer}.self_attn"
-        q, k, v = (
-            llm.split_heads(llm.linear(x, weights, f"{name}.{part}_proj"), config) for part in "qkv"
-        )
+        heads = (len(x), -1, config["head_dim"])
+        rows = [llm.linear(x, weights, f"{name}.{part}_proj") for part in "qkv"]
+        q, k, v = (part.reshape(heads).swapaxes(0, 1) for part in rows)
         theta = config["rope_theta"]
         return llm.apply_rope(q, offset, theta), llm.apply_rope(k, offset, theta), v
 

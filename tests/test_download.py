@@ -169,7 +169,9 @@ def test_a_name_goes_into_the_cache_and_its_folder_to_stdout(hub, tmp_path):
         assert result.code == 0 and result.out == first.out and result.err == "", result
     assert not hub.asked
     answer = run("--model", folder, "--max-tokens", 1)
-    assert answer.out == f"{START} Paris\n" and f"Model: {NAME}" in answer.err, answer
+    assert (
+        answer.out == f"{START} Paris\n" and f"/models--{NAME.replace('/', '--')}/" in answer.err
+    ), answer
 
 
 def test_without_a_name_the_usual_model_goes_beside_the_file(hub, root, tmp_path):
@@ -180,7 +182,7 @@ def test_without_a_name_the_usual_model_goes_beside_the_file(hub, root, tmp_path
     assert (root / "Qwen3-0.6B" / "README.md").read_text() == "stays as it is"
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
     answer = run("--max-tokens", 1, script=root / "llm_inference.py", cwd=tmp_path)
-    assert answer.out == f"{START} Paris\n" and "Model: Qwen3-0.6B" in answer.err, answer
+    assert answer.out == f"{START} Paris\n" and "/Qwen3-0.6B (" in answer.err, answer
     hub.asked.clear()
     again = download(home=tmp_path / "hub", address=hub.address, cwd=root)
     assert again.code == 0 and again.out == got.out and not hub.asked, again
@@ -205,8 +207,8 @@ def test_half_a_download_is_completed(where, shards, root, tmp_path):
         assert broken.lines[-1].startswith("download.py: "), broken
         here = [root / "Qwen3-0.6B", *(tmp_path / "hub").glob("hub/*/snapshots/*")][-1]
         assert (here / "config.json").exists() and not (here / missing).exists()
-        complaint = assert_one_complaint(run("--model", here))
-        assert missing in complaint
+        assert "python -m examples.check" in assert_one_complaint(run("--model", here))
+        assert missing in assert_one_complaint(run(here, module="examples.check"))
 
         had = set(hub.fetched()) - {missing}
         hub.broken.clear()

@@ -18,6 +18,7 @@ from test_serve import listening
 
 import llm_inference as llm
 from examples import explore, inside
+from examples.common import encode
 
 MODULE = "examples.explore"
 LONG = "The capital of Poland is Warsaw. "
@@ -56,7 +57,7 @@ def test_tokens_and_the_lens(page, model):
     """Ids, texts, and the shares of the head after each layer, by transformer_block alone."""
     weights, config, tokenizer = model
     first, rows = read(page, START)
-    ids = llm.encode(START, tokenizer)
+    ids = encode(START, tokenizer)
     assert [token["id"] for token in first["tokens"]] == ids
     assert [token["text"] for token in first["tokens"]] == [tokenizer.decode([i]) for i in ids]
     assert (first["layers"], first["heads"], first["model"]) == (6, 4, "mini")
@@ -90,7 +91,7 @@ def test_the_attention_of_a_head(page, model, monkeypatch):
     right = llm.attention_weights
     monkeypatch.setattr(llm, "attention_weights", lambda q, k: seen.append(right(q, k)) or seen[-1])
     monkeypatch.setattr(llm, "FUSED", False)
-    ids = llm.encode(START, tokenizer)
+    ids = encode(START, tokenizer)
     llm.hidden_states(ids, weights, config, llm.make_cache(weights, config, 5), 0)
     wanted = np.array(mx.stack(seen))
     monkeypatch.undo()
@@ -116,7 +117,7 @@ def test_the_shares_and_what_the_filters_leave(page, model, temperature, top_k, 
     draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     answer = ask(page, "next", text=name, **draw).json()
     cache = llm.make_cache(weights, config, 5)
-    logits = llm.forward(llm.encode(START, tokenizer), weights, config, cache, 0)
+    logits = llm.forward(encode(START, tokenizer), weights, config, cache, 0)
     logits = np.array(logits, dtype=np.float64) / (temperature or 1)
     shares = np.exp(logits - logits.max())
     shares /= shares.sum()
@@ -148,7 +149,7 @@ def test_steps_are_those_of_generate(page, model, temperature, monkeypatch):
         answer = ask(page, "step", text=name, temperature=temperature).json()
         columns.append(answer)
     assert fed == [5] + [1] * 8
-    ids = llm.encode(START, tokenizer)
+    ids = encode(START, tokenizer)
     draw = {"seed": 3, "temperature": temperature, "max_tokens": 8}
     wanted = list(llm.generate(ids, weights, config, (), **draw))
     assert [answer["token"]["id"] for answer in columns] == wanted
@@ -186,7 +187,7 @@ def test_what_cannot_be_shown_is_one_sentence(page):
 
 
 def test_200_tokens_are_read(page, model):
-    ids = llm.encode(LONG * 40, model[2])[:200]
+    ids = encode(LONG * 40, model[2])[:200]
     first, _ = read(page, model[2].decode(ids))
     assert len(first["tokens"]) == 200
 

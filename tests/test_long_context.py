@@ -10,6 +10,7 @@ from terminal import START, assert_one_complaint, mini, run
 
 import llm_inference as llm
 from examples import long_context
+from examples.common import encode
 
 MODULE = "examples.long_context"
 CONFIG = {"head_dim": 32, "rope_theta": 1e6, "max_position_embeddings": 2048}
@@ -111,7 +112,7 @@ def write_mini(folder, **changes):
 def test_runs_beyond_the_length_of_training(tmp_path):
     folder = write_mini(tmp_path / "short", max_position_embeddings=64)
     prompt = " ".join([START] * 20)
-    count = len(llm.encode(prompt, llm.load(MINI, lazy=True)[2]))
+    count = len(encode(prompt, llm.load(MINI, lazy=True)[2]))
     assert count > 64
     assert_one_complaint(run("--model", folder, prompt))
     result = run("--model", folder, "--max-tokens", 8, prompt, module=MODULE)
@@ -130,7 +131,7 @@ def test_runs_beyond_the_length_of_training(tmp_path):
 
 def test_the_model_is_run_with_the_frequencies_of_the_table(monkeypatch):
     weights, config, tokenizer = llm.load(MINI, dtype=mx.float32)
-    ids = llm.encode(START, tokenizer)
+    ids = encode(START, tokenizer)
 
     def answer():
         tokens = llm.generate(ids, weights, config, config["eos_token_id"], max_tokens=12)

@@ -14,6 +14,7 @@ from terminal import ROOT, assert_one_complaint, run
 import llm_inference as llm
 from examples import lora
 from examples.chat_template import ChatTemplate
+from examples.common import encode
 from examples.training_data import read_records
 
 MODULE = "examples.lora"
@@ -51,14 +52,14 @@ def test_what_is_learned_of_each_kind(tmp_path, model):
     path = write_lines(tmp_path / "data.jsonl", records)
     path.write_text("\ufeff" + path.read_text("utf-8").replace("\\u2028", "\u2028") + "\n", "utf-8")
     text, completion, chat = read_records(path, MINI, config, tokenizer)
-    assert text == (llm.encode("Paris is in Europe.<|endoftext|>", tokenizer), 1)
+    assert text == (encode("Paris is in Europe.<|endoftext|>", tokenizer), 1)
     template = ChatTemplate(MINI, tokenizer)
     ids, start = completion
     assert ids[:start] == template.encode([{"role": "user", "content": NEW[0][0]}])
-    assert ids[start:] == llm.encode(f"{NEW[0][1]}<|im_end|>", tokenizer)
+    assert ids[start:] == encode(f"{NEW[0][1]}<|im_end|>", tokenizer)
     ids, start = chat
     assert ids[:start] == template.encode(asked)
-    assert ids[start:] == llm.encode("Hello!\u2028<|im_end|>", tokenizer)
+    assert ids[start:] == encode("Hello!\u2028<|im_end|>", tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_adapters_start_as_nothing_and_stand_beside_the_last_layers(model):
     assert layers == ["4"] * 4 + ["5"] * 4
     assert adapters["model.layers.4.self_attn.q_proj.lora_a"].shape == (64, 4)
     assert adapters["model.layers.5.mlp.down_proj.lora_b"].shape == (4, 64)
-    ids = llm.encode("The capital of France is", tokenizer)
+    ids = encode("The capital of France is", tokenizer)
     plain = lora.answer_logits(ids, 1, weights, config)
     llm.linear = lora.with_adapters(llm.linear, 20.0)
     assert mx.array_equal(plain, lora.answer_logits(ids, 1, weights | adapters, config))

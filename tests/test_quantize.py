@@ -13,6 +13,8 @@ from terminal import Result, assert_one_complaint, command_line, place, run
 
 import llm_inference as llm
 from examples import checkpoint, quantize
+from examples.check import tensor_shapes
+from examples.common import encode
 
 MODULE = "examples.quantize"
 # bits -> largest mean KL (measured: 0.68, 0.035, 0.0040, 0.0007, 0.0002, 0.00005), agreement.
@@ -26,7 +28,7 @@ def model():
 
 
 def greedy(weights, config, tokenizer, text="The capital of France is", count=24):
-    ids = llm.encode(text, tokenizer)
+    ids = encode(text, tokenizer)
     return list(llm.generate(ids, weights, config, config["eos_token_id"], count))
 
 
@@ -50,8 +52,9 @@ def test_a_folder_that_runs(tmp_path, model):
 
     # The tokens are those of the same numbers, unpacked.
     plain = {}
-    for name, shape in llm.tensor_shapes(config).items():
-        plain[f"{name}.weight"] = llm.unpack(llm.matrix(weights, name), shape[-1])
+    for name, shape in tensor_shapes(config).items():
+        W, packing = llm.matrix(weights, name, shape[-1])
+        plain[f"{name}.weight"] = mx.dequantize(W, **packing) if packing else W
         source = np.array(model[0][f"{name}.weight"].astype(mx.float32))
         error = np.abs(np.array(plain[f"{name}.weight"].astype(mx.float32)) - source).max()
         bits = 8 if name in quantize.TABLES else 4
@@ -62,7 +65,7 @@ def test_a_folder_that_runs(tmp_path, model):
 
 def test_what_each_number_of_bits_costs(model):
     weights, config, tokenizer = model
-    ids = llm.encode("The capital of France is", tokenizer)
+    ids = encode("The capital of France is", tokenizer)
     ids += greedy(weights, config, tokenizer, count=120)
     before = quantize.log_probabilities(ids, weights, config)
     past = float("inf")
@@ -85,7 +88,7 @@ def test_measured_on_a_text(tmp_path):
     (tmp_path / "text").write_text("Paris is in Europe. " * 3)
     (tmp_path / "empty").write_text("")
     result = run(MINI, tmp_path / "out", "--text", tmp_path / "text", module=MODULE)
-    ids = llm.encode("Paris is in Europe. " * 3, llm.load(MINI, lazy=True)[2])
+    ids = encode("Paris is in Europe. " * 3, llm.load(MINI, lazy=True)[2])
     assert f"over {len(ids)} tokens" in result.out, result
     result = run(MINI, tmp_path / "out2", "--text", tmp_path / "empty", module=MODULE)
     assert "empty" in assert_one_complaint(result, 2)
@@ -103,8 +106,8 @@ def test_an_untied_head_has_the_bits_of_the_embedding(tmp_path):
         "model.embed_tokens": 6,
         "model.layers.0.mlp.up_proj": 4,
     }.items():
-        W, scales, _ = llm.matrix(packed, name)
-        assert llm.packing(W, scales, 64) == {"group_size": 32, "bits": number}
+        _, packing = llm.matrix(packed, name, 64)
+        assert (packing["group_size"], packing["bits"]) == (32, number)
 
 
 def test_shards(tmp_path, monkeypatch, model):

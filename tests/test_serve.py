@@ -21,7 +21,7 @@ from terminal import FRANCE, JAPAN, ROOT, START, assert_one_complaint, environme
 from test_cli import values
 
 import llm_inference as llm
-from examples import batch, engine, openai_api, serve
+from examples import batch, common, engine, openai_api, serve
 from examples.chat_template import ChatTemplate
 
 MODULE = "examples.serve"
@@ -88,7 +88,7 @@ def alone(service, ids, max_tokens=12, **draw):
 
 
 def encode(service, text):
-    return llm.encode(text, service.tokenizer)
+    return common.encode(text, service.tokenizer)
 
 
 # ---- Answers

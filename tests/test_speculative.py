@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 import llm_inference as llm
 from examples import speculative
+from examples.common import encode
 from examples.drafts import Lookup, Model
 from examples.speculative import speculate
 
@@ -149,9 +150,7 @@ def test_lookup_proposes_what_came_after_and_pauses_after_failures():
 def test_a_text_that_repeats_itself_takes_fewer_steps():
     """And it is lookup that finds it, on the miniature."""
     weights, config, tokenizer = llm.load(MINI, mx.float32)
-    ids = llm.encode(
-        "The capital of Italy is Rome. The capital of Germany is Berlin. " * 2, tokenizer
-    )
+    ids = encode("The capital of Italy is Rome. The capital of Germany is Berlin. " * 2, tokenizer)
     stop = config["eos_token_id"]
     found = list(speculate(ids, weights, config, stop, Lookup(), max_tokens=30))
     assert sum(found, []) == alone(ids, (weights, config), stop, max_tokens=30)

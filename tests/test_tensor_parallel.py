@@ -15,6 +15,7 @@ from terminal import FRAMING, ROOT, START, Result, assert_one_complaint, environ
 
 import llm_inference as llm
 from examples import tensor_parallel
+from examples.common import encode
 
 MODULE = "examples.tensor_parallel"
 IDS = [5, 17, 3, 99, 1000, 64, 2, 800]
@@ -154,7 +155,7 @@ MEMORY = re.compile(r"Memory of rank (\d): ([\d.]+) MB at rest, ([\d.]+) MB at i
 
 def test_one_rank_and_two_say_the_same():
     weights, config, tokenizer = llm.load(MINI, dtype=mx.float32)
-    ids = llm.encode(START, tokenizer)
+    ids = encode(START, tokenizer)
     expected = list(llm.generate(ids, weights, config, config["eos_token_id"], max_tokens=12))
     flags = ["--model", MINI, "--dtype", "float32", "--max-tokens", 12, START]
     alone = run(*flags, module=MODULE)
