@@ -7,7 +7,7 @@
 
 A token is a piece of text, a word or a part of one; its id is its number in the vocabulary.
 Sizes have one letter each, here with their values in Qwen3-0.6B:
-    L  tokens fed in this pass: the whole prompt, then one at a time
+    L  tokens fed in this pass: the prompt (in chunks, if long), then one at a time
     S  tokens so far, those L included    up to 40,960
     N  layers                             28
     D  hidden size: numbers per token     1,024
@@ -42,22 +42,22 @@ SECOND_THREAD = mx.new_thread_local_stream(mx.cpu)  # for product_on_cpu, which 
 
 # ---- 1. Checkpoint: a folder goes in; weights, config and tokenizer come out. The embedding is a
 # table (V, D), and each of the N layers has seven matrices: q_proj (H * d, D), k_proj and v_proj
-# (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F).
+# (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F); and four norms.
 def load(folder, dtype=None, lazy=False, stretched_rope=False):
     """weights (published name -> array), config and tokenizer. dtype (say mx.float32) converts. For
-    examples: lazy leaves the weights on disk, stretched_rope allows a RoPE (section 4) altered."""
+    examples/: lazy leaves the weights on disk, stretched_rope allows a RoPE (section 4) altered."""
     folder = Path(folder)
     config = read_config(folder, stretched_rope)
     weights = {}
     for file in sorted(folder.glob("model*.safetensors")):
         weights |= mx.load(str(file))
-    if config["tie_word_embeddings"]:  # then the embedding serves in section 8, too
+    if config["tie_word_embeddings"]:  # then the embedding also serves as lm_head, in section 8
         weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
-    embedding = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
-    for name, array in weights.items():  # all get its type: one float32 would widen every result
+    float_part = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
+    for name, array in weights.items():  # one type for all: one float32 would widen every result
         if mx.issubdtype(array.dtype, mx.floating) and not name.endswith(".bias"):
-            weights[name] = array.astype(dtype or embedding.dtype)
-        elif array.dtype != mx.uint32:  # the integers of quantized matrices; biases come here
+            weights[name] = array.astype(dtype or float_part.dtype)
+        elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept as it is; .bias: refused
             raise ValueError(f"{name} is a bias, or {array.dtype}: Qwen3 has no such tensor")
     mx.eval([] if lazy else weights)  # here they are read from disk
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,7 +78,7 @@ def read_config(folder, stretched_rope):
     for part in ("rope_scaling", "rope_parameters", "quantization", "quantization_config"):
         config = (config.get(part) or {}) | config  # a key at the top wins
     only = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False}
-    only |= {"use_sliding_window": False, "quant_method": None, "mode": "affine"}  # as MLX packs
+    only |= {"use_sliding_window": False, "quant_method": None, "mode": "affine"}  # see matrix()
     only |= {} if stretched_rope else {"rope_type": "default", "type": "default"}
     refused = {key: config[key] for key in only if config.get(key) not in (None, only[key])}
     if refused:
@@ -90,7 +90,7 @@ def read_config(folder, stretched_rope):
 def matrix(weights, name, width):
     """W, of `width` columns, and {}; or, if quantized, W packed and what it takes to unpack it."""
     W = weights[f"{name}.weight"]
-    if f"{name}.scales" not in weights:  # full numbers; quantized ones are integer * scale + bias
+    if f"{name}.scales" not in weights:  # full numbers; affine ones are integer * scale + bias
         return W, {}
     packing = {part: weights[f"{name}.{part}"] for part in ("scales", "biases")}
     packing["bits"] = W.shape[-1] * 32 // width  # a row is packed in words of 32 bits
@@ -109,9 +109,9 @@ def embed(token_ids, weights, config):  # (L,) -> (L, D)
 def linear(x, weights, name):  # (L, in) -> (L, out)
     """y = x W^T, with W stored as (out, in). Nearly all weights, and nearly all time, are here."""
     W, packing = matrix(weights, name, x.shape[-1])
-    if ON_CPU:
-        return product_on_cpu(x, W, packing)
-    return mx.quantized_matmul(x, W, **packing) if packing else x @ W.T
+    if not ON_CPU:
+        return mx.quantized_matmul(x, W, **packing) if packing else x @ W.T
+    return product_on_cpu(x, W, packing)
 
 
 def product_on_cpu(x, W, packing):  # skip this: the same, quicker on a CPU
@@ -134,12 +134,12 @@ def rms_norm(x, weight, eps):  # (..., D) -> (..., D)
 
 
 # ---- 4. RoPE: queries or keys (section 5) go in; they come out rotated by their positions. The dot
-# product of two that are rotated alike is as before: only the distance of their positions counts.
+# product of a query and a key then depends on their distance: so the order of tokens gets in.
 def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d)
     """Rotate each pair (x[j], x[j + d/2]) of row i by (offset + i) * theta^(-2j/d) radians."""
     L, d = x.shape[-2:]
     if not FUSED:
-        position = mx.array(offset)[..., None, None] + mx.arange(L)  # examples: an offset per text
+        position = mx.array(offset)[..., None, None] + mx.arange(L)  # examples/: an offset per text
         frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)  # like hands of a clock
         angle = position[..., None] * frequency  # float32: bfloat16 would round 257 to 256
         cos = mx.cos(angle).astype(x.dtype)
@@ -157,7 +157,7 @@ def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     q, k, v = queries_keys_values(x, weights, config, layer, offset)
     keys, values = cache[layer]  # (K, size, d) each, with room for `size` tokens
     end = offset + len(x)
-    keys[:, offset:end] = k  # written into the cache itself: the past is never copied
+    keys[:, offset:end] = k  # written into the cache itself: no copy (only grow_cache makes one)
     values[:, offset:end] = v
     mixed = dot_product_attention(q, keys[:, :end], values[:, :end]).swapaxes(0, 1)  # (L, H, d)
     return linear(mixed.reshape(len(x), -1), weights, f"model.layers.{layer}.self_attn.o_proj")
@@ -179,19 +179,19 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
     """For each query the mean of the values, weighted by the next function."""
     if not FUSED:
-        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # (K, H / K * L, S), see below
+        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # one matrix per key head
         return (p @ v).reshape(q.shape)
-    attend = mx.fast.scaled_dot_product_attention
-    return attend(q[None], k[None], v[None], scale=q.shape[-1] ** -0.5, mask="causal")[0]
+    kernel = mx.fast.scaled_dot_product_attention
+    return kernel(q[None], k[None], v[None], scale=q.shape[-1] ** -0.5, mask="causal")[0]
 
 
 def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S)
     """softmax(q k^T / sqrt(d)): how much each of the last L tokens takes from each of all S.
-    softmax is exp(x) / sum(exp(x)): positive, 1 in sum. A sum of d products grows like sqrt(d)."""
+    softmax is exp(x) / sum(exp(x)). A sum of d products grows like sqrt(d), hence the division."""
     H, L, d = q.shape
     K, S, _ = k.shape
     # H / K neighbouring query heads share a key head: of 16 and 8, heads 0 and 1 share key head 0.
-    # Their queries are stacked into one matrix: one product, each row the same as by itself.
+    # Their queries are stacked into one matrix, for one product: no row affects another.
     grouped = q.reshape(K, (H // K) * L, d)
     scores = (grouped @ k.swapaxes(1, 2)).reshape(H, L, S).astype(mx.float32) * d**-0.5
     # Causal mask: row i is the token at position S - L + i, and sees none after it. With 3 in the
@@ -252,7 +252,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = cache[-1][0].shape[1]  # of the last layer, which grows last
+    size = cache[-1][0].shape[1]  # the last layer's: the smallest, if growing was interrupted
     if needed > size:
         more = min(max(size // 4, 256, needed - size), limit - size)
         for layer in range(len(cache)):  # layer by layer, to spare memory
@@ -277,7 +277,7 @@ def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,)
     best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
     best = best[mx.argsort(-logits[best])]  # likeliest first
     before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # the sum of all likelier ones
-    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # 0 keeps one; 1 keeps all, sums rounded
+    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # 0 keeps one; 1 all, however sums round
     kept = mx.where(keep, logits[best], -mx.inf)
     return mx.put_along_axis(mx.full(logits.shape, -mx.inf), best, kept, axis=0)
 
@@ -288,9 +288,9 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
     sample; a seed gives the same ids again. A given cache holds `offset` tokens, and grows."""
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # the last isn't fed
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # to feed: not the last
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
-        raise ValueError(f"{end} prompt tokens: 1 to {limit} that the vocabulary has can be fed")
+        raise ValueError(f"{end} tokens: 1 to {limit} can be fed, with ids that the vocabulary has")
     cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
     grow_cache(cache, end, limit)
     for start in range(0, len(ids), CHUNK):
@@ -312,12 +312,12 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
         yield token.item()
 
 
-# ---- 11. Command line: arguments go in; the answer goes to stdout, all around it to stderr.
+# ---- 11. Command line: arguments go in; the text goes to stdout, all around it to stderr.
 def main():
     parser = argument_parser('Continue "The capital of France is", or another text; - reads stdin.')
     parser.add_argument("prompt", nargs="*", default=["The capital of France is"], help="the text")
     args = parser.parse_intermixed_args()
-    prompt = os.fsencode(" ".join(args.prompt)).decode("utf-8", "replace")  # whatever bytes come
+    prompt = os.fsencode(" ".join(args.prompt)).decode("utf-8", "replace")  # any bytes may come
     if prompt == "-":
         prompt = Path("/dev/stdin").read_text("utf-8-sig", "replace").rstrip("\n")
     if not prompt.strip():
@@ -325,7 +325,7 @@ def main():
     weights, config, tokenizer = load_model(args)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids  # no start token: Qwen3 has none
     note(f"Prompt: {prompt}\n{'-' * 60}\nOutput: ", end="")
-    print(prompt, end="", flush=True)
+    print(prompt, end="", flush=True)  # stdout gets the whole text
     start = time.perf_counter()
     answer = []
     stream(
