@@ -16,7 +16,7 @@ Sizes have one letter each, here with their values in Qwen3-0.6B:
     H  query heads (section 5)            16
     K  key/value heads                    8
     d  numbers per head (head_dim)        128
-MLX is lazy: an operation only notes what is to be computed, and mx.eval computes it.
+MLX is lazy: an operation only notes what to compute; mx.eval, mx.async_eval and item compute it.
 bfloat16, the number type of the published weights, has 8 significant bits; float32 has 24.
 """
 
@@ -42,7 +42,7 @@ SECOND_THREAD = mx.new_thread_local_stream(mx.cpu)  # for product_on_cpu, which 
 
 # ---- 1. Checkpoint: a folder goes in; weights, config and tokenizer come out. The embedding is a
 # table (V, D), and each of the N layers has seven matrices: q_proj (H * d, D), k_proj and v_proj
-# (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F); and four norms.
+# (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F); norm vectors.
 def load(folder, dtype=None, lazy=False, stretched_rope=False):
     """weights (published name -> array), config and tokenizer. dtype (say mx.float32) converts. For
     examples/: lazy leaves the weights on disk, stretched_rope allows a RoPE (section 4) altered."""
@@ -54,9 +54,9 @@ def load(folder, dtype=None, lazy=False, stretched_rope=False):
     if config["tie_word_embeddings"]:  # then the embedding also serves as lm_head, in section 8
         weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
     float_part = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
-    for name, array in weights.items():  # one type for all: one float32 would widen every result
+    for name, array in weights.items():  # all get one type: the embedding's, or its scales'
         if mx.issubdtype(array.dtype, mx.floating) and not name.endswith(".bias"):
-            weights[name] = array.astype(dtype or float_part.dtype)
+            weights[name] = array.astype(dtype or float_part.dtype)  # one float32 would widen all
         elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept as it is; .bias: refused
             raise ValueError(f"{name} is a bias, or {array.dtype}: Qwen3 has no such tensor")
     mx.eval([] if lazy else weights)  # here they are read from disk
@@ -90,7 +90,7 @@ def read_config(folder, stretched_rope):
 def matrix(weights, name, width):
     """W, of `width` columns, and {}; or, if quantized, W packed and what it takes to unpack it."""
     W = weights[f"{name}.weight"]
-    if f"{name}.scales" not in weights:  # full numbers; affine ones are integer * scale + bias
+    if f"{name}.scales" not in weights:  # not quantized; else affine: integer * scale + bias
         return W, {}
     packing = {part: weights[f"{name}.{part}"] for part in ("scales", "biases")}
     packing["bits"] = W.shape[-1] * 32 // width  # a row is packed in words of 32 bits
@@ -110,12 +110,12 @@ def linear(x, weights, name):  # (L, in) -> (L, out)
     """y = x W^T, with W stored as (out, in). Nearly all weights, and nearly all time, are here."""
     W, packing = matrix(weights, name, x.shape[-1])
     if not ON_CPU:
-        return mx.quantized_matmul(x, W, **packing) if packing else x @ W.T
+        return mx.quantized_matmul(x, W, **packing) if packing else x @ W.T  # both by W^T
     return product_on_cpu(x, W, packing)
 
 
 def product_on_cpu(x, W, packing):  # skip this: the same, quicker on a CPU
-    if packing:
+    if packing:  # quicker in float32
         return mx.quantized_matmul(x.astype(mx.float32), W, **packing).astype(x.dtype)
     if W.dtype == mx.float32 or W.size < 2**20:
         return x @ W.T
@@ -124,7 +124,7 @@ def product_on_cpu(x, W, packing):  # skip this: the same, quicker on a CPU
 
 
 # ---- 3. RMSNorm: rows go in; the same rows, each scaled to a common size, come out.
-def rms_norm(x, weight, eps):  # (..., D) -> (..., D)
+def rms_norm(x, weight, eps):  # (..., D or d) -> the same; arXiv 1910.07467
     """x / sqrt(mean(x^2) + eps) * weight: keeps the numbers in one range through all layers."""
     if not FUSED:
         x32 = x.astype(mx.float32)  # a sum of a thousand squares needs more than 8 bits
@@ -134,8 +134,8 @@ def rms_norm(x, weight, eps):  # (..., D) -> (..., D)
 
 
 # ---- 4. RoPE: queries or keys (section 5) go in; they come out rotated by their positions. The dot
-# product of a query and a key then depends on their distance: so the order of tokens gets in.
-def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d)
+# product of a query and a key then depends also on how far apart they are: so token order gets in.
+def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.09864
     """Rotate each pair (x[j], x[j + d/2]) of row i by (offset + i) * theta^(-2j/d) radians."""
     L, d = x.shape[-2:]
     if not FUSED:
@@ -164,7 +164,7 @@ def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
 
 
 def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K, L, d), (K, L, d)
-    """Three products, cut into heads; queries and keys get a common size (QK-norm) and rotate."""
+    """Three products, cut into heads; each query and key passes RMSNorm (QK-norm), then RoPE."""
     name = f"model.layers.{layer}.self_attn"
     by_head = (*x.shape[:-1], -1, config["head_dim"])  # (L, heads * d) -> (L, heads, d)
     q = linear(x, weights, f"{name}.q_proj").reshape(by_head).swapaxes(-3, -2)  # -> (heads, L, d)
@@ -179,18 +179,18 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
     """For each query the mean of the values, weighted by the next function."""
     if not FUSED:
-        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # one matrix per key head
+        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # (K, H / K * L, S): see below
         return (p @ v).reshape(q.shape)
     kernel = mx.fast.scaled_dot_product_attention
     return kernel(q[None], k[None], v[None], scale=q.shape[-1] ** -0.5, mask="causal")[0]
 
 
-def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S)
+def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S); arXiv 2305.13245
     """softmax(q k^T / sqrt(d)): how much each of the last L tokens takes from each of all S.
-    softmax is exp(x) / sum(exp(x)). A sum of d products grows like sqrt(d), hence the division."""
+    softmax is exp(x) / sum(exp(x)). A sum of d terms of random sign grows like sqrt(d)."""
     H, L, d = q.shape
     K, S, _ = k.shape
-    # H / K neighbouring query heads share a key head: of 16 and 8, heads 0 and 1 share key head 0.
+    # H / K neighbouring query heads share a key/value head: of 16 and 8, 0 and 1 share head 0.
     # Their queries are stacked into one matrix, for one product: no row affects another.
     grouped = q.reshape(K, (H // K) * L, d)
     scores = (grouped @ k.swapaxes(1, 2)).reshape(H, L, S).astype(mx.float32) * d**-0.5
@@ -200,8 +200,8 @@ def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S)
     return mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1).astype(q.dtype)
 
 
-# ---- 6. SwiGLU: each token's row goes in, on its own; what this step adds to it comes out.
-def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D)
+# ---- 6. SwiGLU: attention mixed the tokens; this works on each row alone. What it adds comes out.
+def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D); arXiv 2002.05202
     """down(silu(gate(x)) * up(x)). silu(z) = z * sigmoid(z) = z / (1 + exp(-z)) is nearly z where z
     is large, and nearly 0 where it is far below 0: gate(x) scales up(x), or shuts it off."""
     name = f"model.layers.{layer}.mlp"
@@ -252,7 +252,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = cache[-1][0].shape[1]  # the last layer's: the smallest, if growing was interrupted
+    size = cache[-1][0].shape[1]  # the last layer's: the smallest, if Ctrl-C came in between
     if needed > size:
         more = min(max(size // 4, 256, needed - size), limit - size)
         for layer in range(len(cache)):  # layer by layer, to spare memory
@@ -270,27 +270,27 @@ def sample(logits, temperature=0.0, top_p=1.0, top_k=0, key=None):  # (V,) -> ()
     return mx.random.categorical(kept, key=key)  # applies softmax itself; key is its random seed
 
 
-def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,)
-    """Keep the top_k likeliest tokens (0: all) and, of these, the fewest whose probabilities reach
-    top_p. All others get minus infinity; the likeliest always stays."""
+def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,); top-p: arXiv 1904.09751
+    """Keep the top_k likeliest tokens (0: all) and, of these, the fewest that together reach top_p.
+    All others get minus infinity; the likeliest always stays."""
     count = top_k if 0 < top_k < len(logits) else len(logits)
     best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
     best = best[mx.argsort(-logits[best])]  # likeliest first
     before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # the sum of all likelier ones
-    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # 0 keeps one; 1 all, however sums round
+    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0: one; 1: all, however sums round
     kept = mx.where(keep, logits[best], -mx.inf)
     return mx.put_along_axis(mx.full(logits.shape, -mx.inf), best, kept, axis=0)
 
 
 # ---- 10. Generation: prompt ids go in; the ids of the answer come out, one by one.
 def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, offset=0, **draw):
-    """Yield ids, until one is in `stop`, max_tokens are made or the context is used up. draw is for
-    sample; a seed gives the same ids again. A given cache holds `offset` tokens, and grows."""
+    """Yield ids, until one is in `stop` (not yielded), max_tokens or the context is used up.
+    draw is for sample; a seed gives the same ids again. A cache holds `offset` ids, and grows."""
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # to feed: not the last
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # fed; last drawn is not
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
-        raise ValueError(f"{end} tokens: 1 to {limit} can be fed, with ids that the vocabulary has")
+        raise ValueError(f"the prompt ends at {end}: 1 to {limit} ids of the vocabulary can be fed")
     cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
     grow_cache(cache, end, limit)
     for start in range(0, len(ids), CHUNK):
@@ -303,8 +303,8 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
         mx.async_eval(token, finite)  # starts the computation, and does not wait for it
         if position < limit:
             grow_cache(cache, position + 1, limit)
-            logits = forward(token[None], weights, config, cache, position)
-            mx.async_eval(logits)  # the next step starts before Python reads the token
+            logits = forward(token[None], weights, config, cache, position)  # fed before it is read
+            mx.async_eval(logits)  # so the device never waits for Python
         if not finite.item():
             raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
         if token.item() in stop:
@@ -317,7 +317,7 @@ def main():
     parser = argument_parser('Continue "The capital of France is", or another text; - reads stdin.')
     parser.add_argument("prompt", nargs="*", default=["The capital of France is"], help="the text")
     args = parser.parse_intermixed_args()
-    prompt = os.fsencode(" ".join(args.prompt)).decode("utf-8", "replace")  # any bytes may come
+    prompt = os.fsencode(" ".join(args.prompt)).decode("utf-8", "replace")  # no lone surrogates
     if prompt == "-":
         prompt = Path("/dev/stdin").read_text("utf-8-sig", "replace").rstrip("\n")
     if not prompt.strip():

@@ -211,7 +211,7 @@ def test_the_answers_of_a_file_come_in_order(tmp_path):
     result = mini(file, "--slots", 2, "--max-tokens", 6, "--dtype", "float32", module=MODULE)
     complaint = assert_one_complaint(result)
     assert "1 of 6 lines" in complaint
-    assert "(line 3: 0 tokens" in result.err
+    assert "(line 3: the prompt ends at 0" in result.err
     assert "Time: " in result.err and "2 slots" in result.err and "tokens/s" in result.err
     weights, config, tokenizer = llm.load(MINI, mx.float32)
     shown = result.out.split("\n")
