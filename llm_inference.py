@@ -172,8 +172,8 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
     v = linear(x, weights, f"{name}.v_proj").reshape(by_head).swapaxes(-3, -2)
     q = rms_norm(q, weights[f"{name}.q_norm.weight"], config["rms_norm_eps"])
     k = rms_norm(k, weights[f"{name}.k_norm.weight"], config["rms_norm_eps"])
-    theta = config["rope_theta"]
-    return apply_rope(q, offset, theta), apply_rope(k, offset, theta), v
+    both = mx.concatenate([q, k], axis=-3)  # rotated in one call: the angles are computed once
+    return *mx.split(apply_rope(both, offset, config["rope_theta"]), [q.shape[-3]], axis=-3), v
 
 
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
