@@ -42,7 +42,7 @@ SECOND_THREAD = mx.new_thread_local_stream(mx.cpu)  # for product_on_cpu, which 
 
 # ---- 1. Checkpoint: a folder goes in; weights, config and tokenizer come out. The embedding is a
 # table (V, D), and each of the N layers has seven matrices: q_proj (H * d, D), k_proj and v_proj
-# (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F); norm vectors.
+# (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F), and norm vectors.
 def load(folder, dtype=None, lazy=False, stretched_rope=False):
     """weights (published name -> array), config and tokenizer. dtype (say mx.float32) converts. For
     examples/: lazy leaves the weights on disk, stretched_rope allows a RoPE (section 4) altered."""
@@ -54,7 +54,7 @@ def load(folder, dtype=None, lazy=False, stretched_rope=False):
     if config["tie_word_embeddings"]:  # then the embedding also serves as lm_head, in section 8
         weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
     float_part = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
-    for name, array in weights.items():  # all get one type: the embedding's, or its scales'
+    for name, array in weights.items():  # one type for all: the embedding's; quantized: its scales'
         if mx.issubdtype(array.dtype, mx.floating) and not name.endswith(".bias"):
             weights[name] = array.astype(dtype or float_part.dtype)  # one float32 would widen all
         elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept as it is; .bias: refused
@@ -139,7 +139,7 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.
     """Rotate each pair (x[j], x[j + d/2]) of row i by (offset + i) * theta^(-2j/d) radians."""
     L, d = x.shape[-2:]
     if not FUSED:
-        position = mx.array(offset)[..., None, None] + mx.arange(L)  # examples/: an offset per text
+        position = mx.array(offset)[..., None, None] + mx.arange(L)  # (1, L); examples/: (B, 1, L)
         frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)  # like hands of a clock
         angle = position[..., None] * frequency  # float32: bfloat16 would round 257 to 256
         cos = mx.cos(angle).astype(x.dtype)
@@ -179,7 +179,7 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
     """For each query the mean of the values, weighted by the next function."""
     if not FUSED:
-        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # (K, H / K * L, S): see below
+        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # heads sharing k, v: stacked
         return (p @ v).reshape(q.shape)
     kernel = mx.fast.scaled_dot_product_attention
     return kernel(q[None], k[None], v[None], scale=q.shape[-1] ** -0.5, mask="causal")[0]
@@ -200,7 +200,7 @@ def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S); arXiv 2305.13
     return mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1).astype(q.dtype)
 
 
-# ---- 6. SwiGLU: attention mixed the tokens; this works on each row alone. What it adds comes out.
+# ---- 6. SwiGLU: attention mixed rows; this takes each alone. What section 7 adds to it comes out.
 def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D); arXiv 2002.05202
     """down(silu(gate(x)) * up(x)). silu(z) = z * sigmoid(z) = z / (1 + exp(-z)) is nearly z where z
     is large, and nearly 0 where it is far below 0: gate(x) scales up(x), or shuts it off."""
@@ -252,7 +252,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = cache[-1][0].shape[1]  # the last layer's: the smallest, if Ctrl-C came in between
+    size = cache[-1][0].shape[1]  # the last layer's: the smallest, if Ctrl-C cut the loop below
     if needed > size:
         more = min(max(size // 4, 256, needed - size), limit - size)
         for layer in range(len(cache)):  # layer by layer, to spare memory
@@ -277,7 +277,7 @@ def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,); top-p: arXiv 190
     best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
     best = best[mx.argsort(-logits[best])]  # likeliest first
     before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # the sum of all likelier ones
-    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0: one; 1: all, however sums round
+    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0 keeps one, 1 all (sums round)
     kept = mx.where(keep, logits[best], -mx.inf)
     return mx.put_along_axis(mx.full(logits.shape, -mx.inf), best, kept, axis=0)
 
@@ -288,7 +288,7 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
     draw is for sample; a seed gives the same ids again. A cache holds `offset` ids, and grows."""
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # fed; last drawn is not
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # the last id is not fed
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
         raise ValueError(f"the prompt ends at {end}: 1 to {limit} ids of the vocabulary can be fed")
     cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
@@ -317,7 +317,7 @@ def main():
     parser = argument_parser('Continue "The capital of France is", or another text; - reads stdin.')
     parser.add_argument("prompt", nargs="*", default=["The capital of France is"], help="the text")
     args = parser.parse_intermixed_args()
-    prompt = os.fsencode(" ".join(args.prompt)).decode("utf-8", "replace")  # no lone surrogates
+    prompt = os.fsencode(" ".join(args.prompt)).decode("utf-8", "replace")  # not UTF-8: replaced
     if prompt == "-":
         prompt = Path("/dev/stdin").read_text("utf-8-sig", "replace").rstrip("\n")
     if not prompt.strip():
