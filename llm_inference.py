@@ -45,7 +45,7 @@ SECOND_THREAD = mx.new_thread_local_stream(mx.cpu)  # for product_on_cpu, which 
 # (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F), and norm vectors.
 def load(folder, dtype=None, lazy=False, stretched_rope=False):
     """weights (published name -> array), config and tokenizer. dtype (say mx.float32) converts. For
-    examples/: lazy leaves the weights on disk, stretched_rope allows a RoPE (section 4) altered."""
+    examples/: lazy leaves the weights on disk, stretched_rope refuses no altered RoPE."""
     folder = Path(folder)
     config = read_config(folder, stretched_rope)
     weights = {}
@@ -54,10 +54,10 @@ def load(folder, dtype=None, lazy=False, stretched_rope=False):
     if config["tie_word_embeddings"]:  # then the embedding also serves as lm_head, in section 8
         weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
     float_part = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
-    for name, array in weights.items():  # one type for all: the embedding's; quantized: its scales'
+    for name, array in weights.items():  # all in the embedding's type (quantized: see matrix)
         if mx.issubdtype(array.dtype, mx.floating) and not name.endswith(".bias"):
             weights[name] = array.astype(dtype or float_part.dtype)  # one float32 would widen all
-        elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept as it is; .bias: refused
+        elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept; a .bias lands here, too
             raise ValueError(f"{name} is a bias, or {array.dtype}: Qwen3 has no such tensor")
     mx.eval([] if lazy else weights)  # here they are read from disk
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -107,7 +107,7 @@ def embed(token_ids, weights, config):  # (L,) -> (L, D)
 
 
 def linear(x, weights, name):  # (L, in) -> (L, out)
-    """y = x W^T, with W stored as (out, in). Nearly all weights, and nearly all time, are here."""
+    """y = x W^T, W stored as (out, in). Nearly all weights and, if S is small, time are here."""
     W, packing = matrix(weights, name, x.shape[-1])
     if not ON_CPU:
         return mx.quantized_matmul(x, W, **packing) if packing else x @ W.T  # both by W^T
@@ -125,7 +125,7 @@ def product_on_cpu(x, W, packing):  # skip this: the same, quicker on a CPU
 
 # ---- 3. RMSNorm: rows go in; the same rows, each scaled to a common size, come out.
 def rms_norm(x, weight, eps):  # (..., D or d) -> the same; arXiv 1910.07467
-    """x / sqrt(mean(x^2) + eps) * weight: keeps the numbers in one range through all layers."""
+    """x / sqrt(mean(x^2) + eps) * weight: what a step reads has one range in all layers."""
     if not FUSED:
         x32 = x.astype(mx.float32)  # a sum of a thousand squares needs more than 8 bits
         mean_square = mx.mean(x32 * x32, axis=-1, keepdims=True)
@@ -139,7 +139,7 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.
     """Rotate each pair (x[j], x[j + d/2]) of row i by (offset + i) * theta^(-2j/d) radians."""
     L, d = x.shape[-2:]
     if not FUSED:
-        position = mx.array(offset)[..., None, None] + mx.arange(L)  # (1, L); examples/: (B, 1, L)
+        position = mx.array(offset)[..., None, None] + mx.arange(L)  # (1, L); B texts: (B, 1, L)
         frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)  # like hands of a clock
         angle = position[..., None] * frequency  # float32: bfloat16 would round 257 to 256
         cos = mx.cos(angle).astype(x.dtype)
@@ -179,7 +179,7 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
     """For each query the mean of the values, weighted by the next function."""
     if not FUSED:
-        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # heads sharing k, v: stacked
+        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # stacked: see `grouped`
         return (p @ v).reshape(q.shape)
     kernel = mx.fast.scaled_dot_product_attention
     return kernel(q[None], k[None], v[None], scale=q.shape[-1] ** -0.5, mask="causal")[0]
@@ -187,10 +187,10 @@ def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L,
 
 def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S); arXiv 2305.13245
     """softmax(q k^T / sqrt(d)): how much each of the last L tokens takes from each of all S.
-    softmax is exp(x) / sum(exp(x)). A sum of d terms of random sign grows like sqrt(d)."""
+    softmax is exp(x) / sum(exp(x)). Why sqrt(d): a sum of d terms of random sign grows like it."""
     H, L, d = q.shape
     K, S, _ = k.shape
-    # H / K neighbouring query heads share a key/value head: of 16 and 8, 0 and 1 share head 0.
+    # H / K neighbouring query heads share a key/value head: if H = 16, K = 8, 0 and 1 share 0.
     # Their queries are stacked into one matrix, for one product: no row affects another.
     grouped = q.reshape(K, (H // K) * L, d)
     scores = (grouped @ k.swapaxes(1, 2)).reshape(H, L, S).astype(mx.float32) * d**-0.5
@@ -200,10 +200,10 @@ def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S); arXiv 2305.13
     return mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1).astype(q.dtype)
 
 
-# ---- 6. SwiGLU: attention mixed rows; this takes each alone. What section 7 adds to it comes out.
+# ---- 6. SwiGLU: attention mixed rows; this takes each alone. Its output is added in section 7.
 def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D); arXiv 2002.05202
     """down(silu(gate(x)) * up(x)). silu(z) = z * sigmoid(z) = z / (1 + exp(-z)) is nearly z where z
-    is large, and nearly 0 where it is far below 0: gate(x) scales up(x), or shuts it off."""
+    is large, and nearly 0 where it is far below 0: it lets numbers of up(x) through, or not."""
     name = f"model.layers.{layer}.mlp"
     gate = linear(x, weights, f"{name}.gate_proj")
     up = linear(x, weights, f"{name}.up_proj")
@@ -252,7 +252,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = cache[-1][0].shape[1]  # the last layer's: the smallest, if Ctrl-C cut the loop below
+    size = min(keys.shape[1] for keys, _ in cache)  # they differ if Ctrl-C cut the loop below
     if needed > size:
         more = min(max(size // 4, 256, needed - size), limit - size)
         for layer in range(len(cache)):  # layer by layer, to spare memory
@@ -277,7 +277,7 @@ def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,); top-p: arXiv 190
     best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
     best = best[mx.argsort(-logits[best])]  # likeliest first
     before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # the sum of all likelier ones
-    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0 keeps one, 1 all (sums round)
+    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0 keeps one; 1 all, even rounded
     kept = mx.where(keep, logits[best], -mx.inf)
     return mx.put_along_axis(mx.full(logits.shape, -mx.inf), best, kept, axis=0)
 
@@ -288,7 +288,7 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
     draw is for sample; a seed gives the same ids again. A cache holds `offset` ids, and grows."""
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # the last id is not fed
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # ids fed; the last not
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
         raise ValueError(f"the prompt ends at {end}: 1 to {limit} ids of the vocabulary can be fed")
     cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
@@ -303,8 +303,8 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
         mx.async_eval(token, finite)  # starts the computation, and does not wait for it
         if position < limit:
             grow_cache(cache, position + 1, limit)
-            logits = forward(token[None], weights, config, cache, position)  # fed before it is read
-            mx.async_eval(logits)  # so the device never waits for Python
+            logits = forward(token[None], weights, config, cache, position)  # before .item() waits
+            mx.async_eval(logits)  # so the device need not wait for Python
         if not finite.item():
             raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
         if token.item() in stop:
