@@ -45,7 +45,7 @@ SECOND_THREAD = mx.new_thread_local_stream(mx.cpu)  # for product_on_cpu, which 
 # (K * d, D), o_proj (D, H * d), gate_proj and up_proj (F, D), down_proj (D, F), and norm vectors.
 def load(folder, dtype=None, lazy=False, stretched_rope=False):
     """weights (published name -> array), config and tokenizer. dtype (say mx.float32) converts. For
-    examples/: lazy leaves the weights on disk, stretched_rope refuses no altered RoPE."""
+    examples/: lazy leaves the weights on disk, stretched_rope accepts altered RoPE (section 4)."""
     folder = Path(folder)
     config = read_config(folder, stretched_rope)
     weights = {}
@@ -107,7 +107,7 @@ def embed(token_ids, weights, config):  # (L,) -> (L, D)
 
 
 def linear(x, weights, name):  # (L, in) -> (L, out)
-    """y = x W^T, W stored as (out, in). Nearly all weights and, if S is small, time are here."""
+    """y = x W^T, W stored as (out, in). Most weights are here, and most time while S is small."""
     W, packing = matrix(weights, name, x.shape[-1])
     if not ON_CPU:
         return mx.quantized_matmul(x, W, **packing) if packing else x @ W.T  # both by W^T
@@ -125,7 +125,7 @@ def product_on_cpu(x, W, packing):  # skip this: the same, quicker on a CPU
 
 # ---- 3. RMSNorm: rows go in; the same rows, each scaled to a common size, come out.
 def rms_norm(x, weight, eps):  # (..., D or d) -> the same; arXiv 1910.07467
-    """x / sqrt(mean(x^2) + eps) * weight: what a step reads has one range in all layers."""
+    """x / sqrt(mean(x^2) + eps) * weight: so all layers read numbers of about one size."""
     if not FUSED:
         x32 = x.astype(mx.float32)  # a sum of a thousand squares needs more than 8 bits
         mean_square = mx.mean(x32 * x32, axis=-1, keepdims=True)
@@ -136,10 +136,10 @@ def rms_norm(x, weight, eps):  # (..., D or d) -> the same; arXiv 1910.07467
 # ---- 4. RoPE: queries or keys (section 5) go in; they come out rotated by their positions. The dot
 # product of a query and a key then depends also on how far apart they are: so token order gets in.
 def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.09864
-    """Rotate each pair (x[j], x[j + d/2]) of row i by (offset + i) * theta^(-2j/d) radians."""
+    """Rotate (x[j], x[j + d/2]) of row i by (offset + i) * theta^(-2j/d) radians; theta is 1e6."""
     L, d = x.shape[-2:]
     if not FUSED:
-        position = mx.array(offset)[..., None, None] + mx.arange(L)  # (1, L); B texts: (B, 1, L)
+        position = mx.array(offset)[..., None, None] + mx.arange(L)  # (1, L); B offsets: (B, 1, L)
         frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)  # like hands of a clock
         angle = position[..., None] * frequency  # float32: bfloat16 would round 257 to 256
         cos = mx.cos(angle).astype(x.dtype)
@@ -149,11 +149,11 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.
     return mx.fast.rope(x, d, traditional=False, base=theta, scale=1.0, offset=offset)  # same pairs
 
 
-# ---- 5. Attention: each token's row goes in; what it gathers from all tokens so far comes out. It
-# makes a query (what it looks for), a key (what it offers) and a value (what it hands over), in
+# ---- 5. Attention: each token's row goes in; what it gathers from all tokens so far comes out.
+# A row makes a query (what it looks for), a key (what it offers) and a value (what it hands over), in
 # several heads, to look for several things at once. Earlier keys and values wait in the cache.
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
-    """Row i stands at offset + i; the cache holds `offset` rows. o_proj joins all heads again."""
+    """Row i stands at offset + i; the cache holds `offset` rows. o_proj: back to D numbers."""
     q, k, v = queries_keys_values(x, weights, config, layer, offset)
     keys, values = cache[layer]  # (K, size, d) each, with room for `size` tokens
     end = offset + len(x)
@@ -172,14 +172,14 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
     v = linear(x, weights, f"{name}.v_proj").reshape(by_head).swapaxes(-3, -2)
     q = rms_norm(q, weights[f"{name}.q_norm.weight"], config["rms_norm_eps"])
     k = rms_norm(k, weights[f"{name}.k_norm.weight"], config["rms_norm_eps"])
-    both = mx.concatenate([q, k], axis=-3)  # rotated in one call: the angles are computed once
-    return *mx.split(apply_rope(both, offset, config["rope_theta"]), [q.shape[-3]], axis=-3), v
+    both = apply_rope(mx.concatenate([q, k], axis=-3), offset, config["rope_theta"])  # in one call
+    return *mx.split(both, [q.shape[-3]], axis=-3), v  # q, k, v
 
 
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
     """For each query the mean of the values, weighted by the next function."""
     if not FUSED:
-        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # stacked: see `grouped`
+        p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # (K, H/K * L, S) as `grouped`
         return (p @ v).reshape(q.shape)
     kernel = mx.fast.scaled_dot_product_attention
     return kernel(q[None], k[None], v[None], scale=q.shape[-1] ** -0.5, mask="causal")[0]
@@ -252,7 +252,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = min(keys.shape[1] for keys, _ in cache)  # they differ if Ctrl-C cut the loop below
+    size = min(keys.shape[1] for keys, _ in cache)  # unequal if Ctrl-C, caught, cut the loop below
     if needed > size:
         more = min(max(size // 4, 256, needed - size), limit - size)
         for layer in range(len(cache)):  # layer by layer, to spare memory
@@ -277,7 +277,7 @@ def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,); top-p: arXiv 190
     best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
     best = best[mx.argsort(-logits[best])]  # likeliest first
     before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # the sum of all likelier ones
-    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0 keeps one; 1 all, even rounded
+    keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0 keeps one; 1 all, despite rounding
     kept = mx.where(keep, logits[best], -mx.inf)
     return mx.put_along_axis(mx.full(logits.shape, -mx.inf), best, kept, axis=0)
 
@@ -288,9 +288,9 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
     draw is for sample; a seed gives the same ids again. A cache holds `offset` ids, and grows."""
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # ids fed; the last not
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # last id drawn: not fed
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
-        raise ValueError(f"the prompt ends at {end}: 1 to {limit} ids of the vocabulary can be fed")
+        raise ValueError(f"the prompt ends at {end}: it needs 1 to {limit} ids of the vocabulary")
     cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
     grow_cache(cache, end, limit)
     for start in range(0, len(ids), CHUNK):
@@ -339,7 +339,7 @@ def main():
 
 
 def argument_parser(description):  # with the flags that all programs here share
-    parser = argparse.ArgumentParser(description=description, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=description, usage=argparse.SUPPRESS)  # in errors
     flag = parser.add_argument
     flag("--model", help="a folder with a dense Qwen3 (Qwen3-0.6B, else the bundled miniature)")
     flag("--max-tokens", type=ranged(int, 1), default=100, help="stop after N tokens (%(default)s)")

@@ -42,8 +42,8 @@ class Sequence:
         self.error = ""
         if not ids or end > self.limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
             self.ended = "error"
-            can = f"1 to {self.limit} ids of the vocabulary can be fed"
-            self.error = f"the prompt ends at {end}: {can}"
+            needed = f"1 to {self.limit} ids of the vocabulary"
+            self.error = f"the prompt ends at {end}: it needs {needed}"
 
     def make_room(self, weights, config):
         self.cache = self.cache or llm.make_cache(weights, config, 0)
