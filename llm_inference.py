@@ -150,8 +150,8 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.
 
 
 # ---- 5. Attention: each token's row goes in; what it gathers from all tokens so far comes out.
-# A row makes a query (what it looks for), a key (what it offers) and a value (what it hands over), in
-# several heads, to look for several things at once. Earlier keys and values wait in the cache.
+# A row makes a query (what it looks for), a key (what it offers) and a value (what it hands over),
+# in several heads, to look for several things at once. Earlier keys and values are in the cache.
 def attention(x, weights, config, layer, cache, offset):  # (L, D) -> (L, D)
     """Row i stands at offset + i; the cache holds `offset` rows. o_proj: back to D numbers."""
     q, k, v = queries_keys_values(x, weights, config, layer, offset)
