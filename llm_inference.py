@@ -54,10 +54,10 @@ def load(folder, dtype=None, lazy=False, stretched_rope=False):
     if config["tie_word_embeddings"]:  # then the embedding also serves as lm_head, in section 8
         weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
     float_part = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
-    for name, array in weights.items():  # all in the embedding's type (quantized: see matrix)
+    for name, array in weights.items():  # all in the embedding's type (if quantized: its scales')
         if mx.issubdtype(array.dtype, mx.floating) and not name.endswith(".bias"):
             weights[name] = array.astype(dtype or float_part.dtype)  # one float32 would widen all
-        elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept; a .bias lands here, too
+        elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept; .bias is refused
             raise ValueError(f"{name} is a bias, or {array.dtype}: Qwen3 has no such tensor")
     mx.eval([] if lazy else weights)  # here they are read from disk
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,7 +78,7 @@ def read_config(folder, stretched_rope):
     for part in ("rope_scaling", "rope_parameters", "quantization", "quantization_config"):
         config = (config.get(part) or {}) | config  # a key at the top wins
     only = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False}
-    only |= {"use_sliding_window": False, "quant_method": None, "mode": "affine"}  # see matrix()
+    only |= {"use_sliding_window": False, "quant_method": None, "mode": "affine"}  # no others
     only |= {} if stretched_rope else {"rope_type": "default", "type": "default"}
     refused = {key: config[key] for key in only if config.get(key) not in (None, only[key])}
     if refused:
@@ -139,7 +139,7 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.
     """Rotate (x[j], x[j + d/2]) of row i by (offset + i) * theta^(-2j/d) radians; theta is 1e6."""
     L, d = x.shape[-2:]
     if not FUSED:
-        position = mx.array(offset)[..., None, None] + mx.arange(L)  # (1, L); B offsets: (B, 1, L)
+        position = offset + mx.arange(L)  # row i stands at offset + i
         frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)  # like hands of a clock
         angle = position[..., None] * frequency  # float32: bfloat16 would round 257 to 256
         cos = mx.cos(angle).astype(x.dtype)
@@ -177,7 +177,7 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
 
 
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
-    """For each query the mean of the values, weighted by the next function."""
+    """For each query the mean of the values, weighted by the next function (it has `grouped`)."""
     if not FUSED:
         p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # (K, H/K * L, S) as `grouped`
         return (p @ v).reshape(q.shape)
@@ -203,7 +203,7 @@ def attention_weights(q, k):  # (H, L, d), (K, S, d) -> (H, L, S); arXiv 2305.13
 # ---- 6. SwiGLU: attention mixed rows; this takes each alone. Its output is added in section 7.
 def ffn(x, weights, layer):  # (L, D) -> (L, F) -> (L, D); arXiv 2002.05202
     """down(silu(gate(x)) * up(x)). silu(z) = z * sigmoid(z) = z / (1 + exp(-z)) is nearly z where z
-    is large, and nearly 0 where it is far below 0: it lets numbers of up(x) through, or not."""
+    is large, and nearly 0 where it is far below 0: it scales each number of up(x), or drops it."""
     name = f"model.layers.{layer}.mlp"
     gate = linear(x, weights, f"{name}.gate_proj")
     up = linear(x, weights, f"{name}.up_proj")
@@ -252,7 +252,7 @@ def make_cache(weights, config, size):
 
 def grow_cache(cache, needed, limit):
     """If `needed` tokens do not fit: room for a quarter more, 256 at least, up to `limit`."""
-    size = min(keys.shape[1] for keys, _ in cache)  # unequal if Ctrl-C, caught, cut the loop below
+    size = min(keys.shape[1] for keys, _ in cache)  # they differ if a Ctrl-C cut the loop below
     if needed > size:
         more = min(max(size // 4, 256, needed - size), limit - size)
         for layer in range(len(cache)):  # layer by layer, to spare memory
@@ -274,7 +274,7 @@ def filter_logits(logits, top_p=1.0, top_k=0):  # (V,) -> (V,); top-p: arXiv 190
     """Keep the top_k likeliest tokens (0: all) and, of these, the fewest that together reach top_p.
     All others get minus infinity; the likeliest always stays."""
     count = top_k if 0 < top_k < len(logits) else len(logits)
-    best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker than sorting all
+    best = mx.argpartition(-logits, kth=count - 1)[:count]  # in any order: quicker, with top_k
     best = best[mx.argsort(-logits[best])]  # likeliest first
     before = mx.cumsum(mx.softmax(logits[best]), inclusive=False)  # the sum of all likelier ones
     keep = (before < max(top_p, 1e-9)) | (top_p >= 1)  # top_p 0 keeps one; 1 all, despite rounding
@@ -288,7 +288,7 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
     draw is for sample; a seed gives the same ids again. A cache holds `offset` ids, and grows."""
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # last id drawn: not fed
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # ids fed in all, at most
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
         raise ValueError(f"the prompt ends at {end}: it needs 1 to {limit} ids of the vocabulary")
     cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
@@ -303,8 +303,8 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
         mx.async_eval(token, finite)  # starts the computation, and does not wait for it
         if position < limit:
             grow_cache(cache, position + 1, limit)
-            logits = forward(token[None], weights, config, cache, position)  # before .item() waits
-            mx.async_eval(logits)  # so the device need not wait for Python
+            logits = forward(token[None], weights, config, cache, position)
+            mx.async_eval(logits)  # before .item() waits, so the device need not wait for Python
         if not finite.item():
             raise ValueError("the logits are not finite: damaged weights, or a dtype too narrow")
         if token.item() in stop:
@@ -339,7 +339,7 @@ def main():
 
 
 def argument_parser(description):  # with the flags that all programs here share
-    parser = argparse.ArgumentParser(description=description, usage=argparse.SUPPRESS)  # in errors
+    parser = argparse.ArgumentParser(description=description, usage=argparse.SUPPRESS)  # no usage
     flag = parser.add_argument
     flag("--model", help="a folder with a dense Qwen3 (Qwen3-0.6B, else the bundled miniature)")
     flag("--max-tokens", type=ranged(int, 1), default=100, help="stop after N tokens (%(default)s)")

@@ -36,7 +36,10 @@ def attention(x, weights, config, layer, cache, offset):  # (B, D) -> (B, D)
     """The file's attention, or, where `offset` is a list, one row for each of B texts."""
     if not isinstance(offset, list):
         return one_text(x, weights, config, layer, cache, offset)
-    q, k, v = llm.queries_keys_values(x[:, None], weights, config, layer, mx.array(offset))
+    offsets = mx.array(offset)
+    if not llm.FUSED:  # there they are added to positions (B, 1, L); the kernel takes (B,)
+        offsets = offsets[:, None, None]
+    q, k, v = llm.queries_keys_values(x[:, None], weights, config, layer, offsets)
     mixed = []
     for row, position in enumerate(offset):
         keys, values = cache[row][layer]

@@ -401,7 +401,8 @@ def test_attention_weights(L, S, heads, dtype):
 def test_rope_with_an_offset_for_each_text(plain):
     """B texts at once, each with its own offset, turn as each of them alone does."""
     x, offsets = normal(3, 4, 2, 16), [5, 900, 0]
-    turned = llm.apply_rope(x, mx.array(offsets), 1e6)
+    shape = (3, 1, 1) if plain else (3,)
+    turned = llm.apply_rope(x, mx.array(offsets).reshape(shape), 1e6)
     for one, offset, got in zip(x, offsets, turned):
         assert off(got, llm.apply_rope(one, offset, 1e6)) < 2e-6
 
