@@ -54,10 +54,10 @@ def load(folder, dtype=None, lazy=False, stretched_rope=False):
     if config["tie_word_embeddings"]:  # then the embedding also serves as lm_head, in section 8
         weights = {name: weights[name] for name in weights if not name.startswith("lm_head.")}
     float_part = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
-    for name, array in weights.items():  # all in the embedding's type (if quantized: its scales')
+    for name, array in weights.items():  # all in the embedding's type (see `matrix` for scales)
         if mx.issubdtype(array.dtype, mx.floating) and not name.endswith(".bias"):
             weights[name] = array.astype(dtype or float_part.dtype)  # one float32 would widen all
-        elif array.dtype != mx.uint32:  # uint32: a quantized matrix, kept; .bias is refused
+        elif array.dtype != mx.uint32:  # so a .bias is refused; uint32 (quantized) is kept as is
             raise ValueError(f"{name} is a bias, or {array.dtype}: Qwen3 has no such tensor")
     mx.eval([] if lazy else weights)  # here they are read from disk
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,7 +78,7 @@ def read_config(folder, stretched_rope):
     for part in ("rope_scaling", "rope_parameters", "quantization", "quantization_config"):
         config = (config.get(part) or {}) | config  # a key at the top wins
     only = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False}
-    only |= {"use_sliding_window": False, "quant_method": None, "mode": "affine"}  # no others
+    only |= {"use_sliding_window": False, "quant_method": None, "mode": "affine"}  # or none
     only |= {} if stretched_rope else {"rope_type": "default", "type": "default"}
     refused = {key: config[key] for key in only if config.get(key) not in (None, only[key])}
     if refused:
@@ -140,7 +140,7 @@ def apply_rope(x, offset, theta):  # (heads, L, d) -> (heads, L, d); arXiv 2104.
     L, d = x.shape[-2:]
     if not FUSED:
         position = offset + mx.arange(L)  # row i stands at offset + i
-        frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)  # like hands of a clock
+        frequency = theta ** (-mx.arange(0, d, 2, dtype=mx.float32) / d)  # fast to slow clock hands
         angle = position[..., None] * frequency  # float32: bfloat16 would round 257 to 256
         cos = mx.cos(angle).astype(x.dtype)
         sin = mx.sin(angle).astype(x.dtype)
@@ -177,7 +177,7 @@ def queries_keys_values(x, weights, config, layer, offset):  # -> (H, L, d), (K,
 
 
 def dot_product_attention(q, k, v):  # (H, L, d), (K, S, d), (K, S, d) -> (H, L, d)
-    """For each query the mean of the values, weighted by the next function (it has `grouped`)."""
+    """For each query a weighted mean of the values; weights, `grouped`: see the next function."""
     if not FUSED:
         p = attention_weights(q, k).reshape(len(k), -1, k.shape[1])  # (K, H/K * L, S) as `grouped`
         return (p @ v).reshape(q.shape)
@@ -265,7 +265,7 @@ def sample(logits, temperature=0.0, top_p=1.0, top_k=0, key=None):  # (V,) -> ()
     """The likeliest token at temperature 0, else a draw from softmax(logits / temperature)."""
     if temperature < 1e-5:
         return mx.argmax(logits)
-    logits = logits.astype(mx.float32) / temperature  # bfloat16 loses sums of small numbers
+    logits = logits.astype(mx.float32) / temperature  # bfloat16 spoils the sums of softmax, top_p
     kept = filter_logits(logits, top_p, top_k) if top_p < 1 or top_k > 0 else logits
     return mx.random.categorical(kept, key=key)  # applies softmax itself; key is its random seed
 
@@ -288,7 +288,7 @@ def generate(ids, weights, config, stop, max_tokens=100, seed=None, cache=None, 
     draw is for sample; a seed gives the same ids again. A cache holds `offset` ids, and grows."""
     ids = [int(token_id) for token_id in ids]
     end = offset + len(ids)
-    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # ids fed in all, at most
+    limit = min(end + max_tokens - 1, config["max_position_embeddings"])  # fed at most; last is not
     if not ids or end > limit or min(ids) < 0 or max(ids) >= config["vocab_size"]:
         raise ValueError(f"the prompt ends at {end}: it needs 1 to {limit} ids of the vocabulary")
     cache = cache or make_cache(weights, config, 0)  # empty; the next line makes room
